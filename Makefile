@@ -1,0 +1,39 @@
+# Everything a fresh machine needs is Python 3.11 or newer and make: each target sets up .venv first.
+
+PYTHON ?= python3
+ARGS ?=
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fmt clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP) ## create .venv and install remap with its development tools
+
+# The stamp is newer than pyproject.toml exactly when the environment matches it.
+$(STAMP): pyproject.toml
+	@echo "Setting up .venv (a minute or two, once) ..."
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## run the striped vector add (ARGS="--driver host" and so on)
+	.venv/bin/remap demo vector-add $(ARGS)
+
+test: $(STAMP) ## run the tests (ARGS="-k name --driver cuda" and so on)
+	.venv/bin/python -m pytest $(ARGS)
+
+check: $(STAMP) ## check format, lint and types
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/pyright
+
+fmt: $(STAMP) ## format the code and apply the safe fixes of the linter
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean: ## remove .venv and every cache
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
