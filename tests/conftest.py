@@ -1,0 +1,63 @@
+"""Choose the driver that the tests run on, say which it is, and skip what it cannot run."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import hypothesis
+import numpy
+import pytest
+
+DRIVERS = ("host", "cuda")
+
+# The conformance suite is library code full of assert statements: let pytest explain them, too.
+pytest.register_assert_rewrite("remap.testing")
+
+# Examples are never timed. CI draws the same ones every time, so that nothing fails there by the luck of the draw; a
+# developer's machine goes on looking for new ones.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--driver`."""
+    parser.addoption(
+        "--driver",
+        choices=DRIVERS,
+        default=None,
+        help="the driver to test: host or cuda (default: REMAP_DRIVER, else host)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settle the driver before anything can open one; child processes of the tests inherit it."""
+    name = config.getoption("--driver") or os.environ.get("REMAP_DRIVER") or "host"
+    if name not in DRIVERS:
+        raise pytest.UsageError(f"REMAP_DRIVER={name}: the tests know {' and '.join(DRIVERS)}")
+    os.environ["REMAP_DRIVER"] = name
+
+
+def pytest_report_header() -> list[str]:
+    """Say which driver runs, so that a green run cannot hide it; stop where it does not open."""
+    import remap
+
+    if not hasattr(remap, "driver"):
+        return ["remap driver: none yet"]
+    try:
+        driver = remap.driver()
+    except remap.RemapError as error:
+        pytest.exit(f"the driver {os.environ['REMAP_DRIVER']} does not open: {error}", returncode=4)
+    versions = f"numpy {numpy.__version__}, Python {platform.python_version()}"
+    return [f"remap driver: {driver.name} ({driver.version()}), {versions}"]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose marks ask for more than the driver has."""
+    import remap
+
+    if item.get_closest_marker("cuda") and os.environ["REMAP_DRIVER"] != "cuda":
+        pytest.skip("needs the CUDA driver: run with --driver cuda")
+    if item.get_closest_marker("two_devices") and remap.driver().device_count() < 2:
+        pytest.skip("needs two devices: the driver has one")

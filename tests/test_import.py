@@ -1,0 +1,47 @@
+"""What `import remap` costs."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+LIMIT = 0.15
+HEAVY = ("click", "cuda", "cupy", "mpi4py", "numba", "numpy", "rich", "torch")
+
+
+def seconds(statement: str) -> float:
+    """Return how long a fresh interpreter takes for one statement."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", statement], check=True)
+    return time.perf_counter() - start
+
+
+def test_import_is_quick() -> None:
+    """`import remap` takes less than 0.15 s more than an interpreter that does nothing (median of seven)."""
+    extra = statistics.median(seconds("import remap") - seconds("pass") for _ in range(7))
+    assert extra < LIMIT, f"import remap takes {extra * 1000:.0f} ms, the limit is {LIMIT * 1000:.0f} ms"
+
+
+@pytest.mark.parametrize("statement", ["import remap", "import remap; dir(remap); remap.__version__"])
+def test_import_loads_nothing_heavy(statement: str) -> None:
+    """`import remap` loads neither a driver nor any package that would make it slow; nor does looking around."""
+    script = f"{statement}\nimport sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    printed = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout
+    assert not set(HEAVY) & set(printed.split())
+
+
+def test_import_opens_no_driver() -> None:
+    """`import remap` does not load the module of a concrete driver."""
+    script = "import remap, sys; print(*(name for name in sys.modules if name.startswith('remap.')))"
+    printed = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout
+    assert not [
+        name for name in printed.split() if name.startswith(("remap.drivers.cuda", "remap.drivers.host"))
+    ]
