@@ -15,7 +15,8 @@ setup: $(STAMP) ## create .venv and install remap with its development tools
 # The stamp is newer than pyproject.toml exactly when the environment matches it.
 $(STAMP): pyproject.toml
 	@echo "Setting up .venv (a minute or two, once) ..."
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit("remap needs Python 3.11 or newer: add PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
