@@ -26,6 +26,7 @@ LAYERS = (
     ("buffers",),
     ("chunks",),
     ("handles",),
+    ("spans",),
     ("arrays", "streams", "device"),
     ("drivers",),
     ("lifetime", "types", "sizes", "errors"),
