@@ -1,0 +1,118 @@
+"""remap: GPU memory whose address never changes while everything behind it may.
+
+Importing it loads no driver and no wing; each name loads its room on first use. Start with `remap.device`,
+`remap.allocate`, and the four things called memory in `remap.handles`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    __version__: str
+    from remap.buffers.base import Buffer as Buffer
+    from remap.buffers.base import allocate as allocate
+    from remap.device import Device as Device
+    from remap.device import device as device
+    from remap.device import devices as devices
+    from remap.drivers import current as driver
+    from remap.drivers import use as use
+    from remap.errors import AccessError as AccessError
+    from remap.errors import AlignmentError as AlignmentError
+    from remap.errors import ClosedError as ClosedError
+    from remap.errors import CompileError as CompileError
+    from remap.errors import ContextLostError as ContextLostError
+    from remap.errors import DescriptorError as DescriptorError
+    from remap.errors import DriverError as DriverError
+    from remap.errors import DriverNotFoundError as DriverNotFoundError
+    from remap.errors import ForkedError as ForkedError
+    from remap.errors import IllegalAddressError as IllegalAddressError
+    from remap.errors import InUseError as InUseError
+    from remap.errors import InvalidValueError as InvalidValueError
+    from remap.errors import LaunchError as LaunchError
+    from remap.errors import NotPermittedError as NotPermittedError
+    from remap.errors import NotSupportedError as NotSupportedError
+    from remap.errors import OutOfAddressSpaceError as OutOfAddressSpaceError
+    from remap.errors import OutOfMemoryError as OutOfMemoryError
+    from remap.errors import PausedError as PausedError
+    from remap.errors import RemapError as RemapError
+    from remap.errors import RemapWarning as RemapWarning
+    from remap.errors import ShareError as ShareError
+    from remap.handles import Mapping as Mapping
+    from remap.handles import PhysicalAllocation as PhysicalAllocation
+    from remap.handles import Reservation as Reservation
+    from remap.handles import create as create
+    from remap.handles import reserve as reserve
+    from remap.sizes import GiB as GiB
+    from remap.sizes import KiB as KiB
+    from remap.sizes import MiB as MiB
+    from remap.sizes import TiB as TiB
+    from remap.streams import Event as Event
+    from remap.streams import Stream as Stream
+    from remap.types import Access as Access
+    from remap.types import Capability as Capability
+    from remap.types import HandleType as HandleType
+    from remap.types import Host as Host
+    from remap.types import HostNuma as HostNuma
+    from remap.types import Location as Location
+    from remap.types import MemoryInfo as MemoryInfo
+
+# name: (module, name there)
+_ROOMS: dict[str, tuple[str, ...]] = {
+    "sizes": ("KiB", "MiB", "GiB", "TiB"),
+    "types": ("Access", "Capability", "HandleType", "Host", "HostNuma", "Location", "MemoryInfo"),
+    "errors": (
+        "AccessError",
+        "AlignmentError",
+        "ClosedError",
+        "CompileError",
+        "ContextLostError",
+        "DescriptorError",
+        "DriverError",
+        "DriverNotFoundError",
+        "ForkedError",
+        "IllegalAddressError",
+        "InUseError",
+        "InvalidValueError",
+        "LaunchError",
+        "NotPermittedError",
+        "NotSupportedError",
+        "OutOfAddressSpaceError",
+        "OutOfMemoryError",
+        "PausedError",
+        "RemapError",
+        "RemapWarning",
+        "ShareError",
+    ),
+    "drivers": ("use",),
+    "device": ("Device", "device", "devices"),
+    "streams": ("Event", "Stream"),
+    "handles": ("Mapping", "PhysicalAllocation", "Reservation", "create", "reserve"),
+    "buffers.base": ("Buffer", "allocate"),
+}
+_NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in names}
+_NAMES["driver"] = ("drivers", "current")
+_NAMES["collect"] = ("lifetime", "collect")
+
+__all__ = [*_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the room that `name` lives in, and keep the name here."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("remap")
+    try:
+        module, there = _NAMES[name]
+    except KeyError:
+        raise AttributeError(f"module 'remap' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(f"remap.{module}"), there)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return every public name."""
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""Buffers: memory as people use it, built on allocations, reservations and mappings."""

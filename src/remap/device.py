@@ -1,0 +1,253 @@
+"""Devices: what they are, what they can do, how much memory they have, and how to name one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, SupportsIndex, TypeAlias
+
+from remap import drivers
+from remap.drivers.protocol import Driver
+from remap.errors import InvalidValueError, NotSupportedError, driver_error
+from remap.types import (
+    AllocationProperties,
+    Capability,
+    DeviceProperties,
+    Granularity,
+    HandleType,
+    Location,
+    LocationKind,
+    MemoryInfo,
+)
+
+
+class Device:
+    """One device of the current driver. Made by `remap.device`; two with the same number are equal.
+
+    Its primary context is retained at the first call that needs one, never created anew or reset, and kept until
+    the driver is closed.
+    """
+
+    __slots__ = ("_capabilities", "_context", "_driver", "_properties", "index", "location")
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self._driver = driver
+        self.index = index
+        self.location = Location(LocationKind.DEVICE, index)
+        self._context = 0
+        self._properties: DeviceProperties | None = None
+        self._capabilities: Mapping[str, Capability] | None = None
+
+    @property
+    def properties(self) -> DeviceProperties:
+        """What the device is, as its driver reports it."""
+        if self._properties is None:
+            self._properties = self._driver.device_properties(self.index)
+        return self._properties
+
+    @property
+    def name(self) -> str:
+        """The product's name."""
+        return self.properties.name
+
+    @property
+    def capabilities(self) -> Mapping[str, Capability]:
+        """Every feature by name: whether it works on this device and, where not, the reason (B1).
+
+        Asked once: what a probe found missing (a fabric handle, say) is not tried again.
+        """
+        if self._capabilities is None:
+            self._capabilities = MappingProxyType(dict(self._driver.capabilities(self.index)))
+        return self._capabilities
+
+    def require(self, capability: str) -> None:
+        """Raise `NotSupportedError`, naming the capability and the reason, unless the device has it."""
+        found = self.capabilities[capability]
+        if not found:
+            error = driver_error(
+                "cuDeviceGetAttribute", 801, asked=f"{capability} on {self}", rule=found.reason
+            )
+            assert isinstance(error, NotSupportedError)
+            error.capability = capability
+            raise error
+
+    def memory(self) -> MemoryInfo:
+        """Return free and total memory in bytes, machine-wide, at this moment. (cuMemGetInfo)"""
+        with self.current():
+            return self._driver.memory_info()
+
+    def granularity(
+        self, *, shareable: HandleType | str | None = None, compressible: bool = False, rdma: bool = False
+    ) -> Granularity:
+        """Return the granularities in bytes of allocations on this device. (cuMemGetAllocationGranularity)"""
+        kinds = parse_handle_types(shareable)
+        return self._driver.granularity(AllocationProperties(self.location, kinds, compressible, rdma))
+
+    def peers(self) -> tuple[Device, ...]:
+        """Return the other devices whose memory this one can reach. (cuDeviceCanAccessPeer)"""
+        others = (device(index) for index in range(self._driver.device_count()) if index != self.index)
+        return tuple(other for other in others if self._driver.can_access_peer(self.index, other.index))
+
+    def backing_devices(self) -> tuple[Device, ...]:
+        """Return the devices that can back memory this one uses: itself and its peers that have VMM (A3)."""
+        return tuple(d for d in sorted((self, *self.peers()), key=_index) if d.capabilities["vmm"])
+
+    def synchronize(self) -> None:
+        """Wait for all work of this device's context. (cuCtxSynchronize)"""
+        with self.current():
+            self._driver.synchronize_context()
+
+    def current(self) -> Current:
+        """Return a context manager in which this device's context is the thread's current one."""
+        return Current(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by driver and number."""
+        return isinstance(other, Device) and other.index == self.index and other._driver is self._driver
+
+    def __hash__(self) -> int:
+        """Hash by number."""
+        return hash((Device, self.index))
+
+    def __repr__(self) -> str:
+        """Return driver, number and name."""
+        return f"<remap.Device {self.index} of the {self._driver.name} driver: {self.name}>"
+
+    def __str__(self) -> str:
+        """Return `device 0`."""
+        return str(self.location)
+
+
+class Current:
+    """Make a device's context current for a block, and restore the thread's own on every path.
+
+    Pushes only if another context is current, so that a program that has set one pays nothing.
+    """
+
+    __slots__ = ("_device", "_pushed")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        """Push the context if another is current."""
+        device = self._device
+        driver = device._driver
+        if not device._context:
+            device._context = driver.retain_context(device.index)
+        if driver.current_context() != device._context:
+            driver.push_context(device._context)
+            self._pushed = True
+
+    def __exit__(self, *_: object) -> None:
+        """Pop what was pushed."""
+        if self._pushed:
+            self._pushed = False
+            self._device._driver.pop_context()
+
+
+DeviceLike: TypeAlias = Device | SupportsIndex
+"""What is taken where a device is asked for: a `Device` or its number."""
+
+LocationLike: TypeAlias = Device | Location | SupportsIndex
+"""What is taken where a location is asked for: also `remap.Host()` and `remap.HostNuma(n)`."""
+
+
+class _Known:
+    """The device objects of the current driver, by number, and the fastest of them."""
+
+    def __init__(self) -> None:
+        self.driver: Driver | None = None
+        self.by_index: dict[int, Device] = {}
+        self.fastest: Device | None = None
+
+    def of(self, driver: Driver) -> _Known:
+        """Return itself, emptied first if the driver is another one than before."""
+        if self.driver is not driver:
+            self.driver, self.by_index, self.fastest = driver, {}, None
+        return self
+
+
+_known = _Known()
+
+
+def device(which: DeviceLike | None = None) -> Device:
+    """Return a device of the current driver.
+
+    `which` is a number; None picks the fastest by multiprocessors × cores × clock, ties to the lowest number.
+    Raises `InvalidValueError` for a number that does not exist.
+    """
+    driver = drivers.current()
+    if isinstance(which, Device):
+        return _own(which, driver)
+    known = _known.of(driver)
+    if which is None:
+        if known.fastest is None:
+            # Ties go to the lowest number (A1).
+            known.fastest = max(devices(), key=lambda one: (one.properties.speed, -one.index))
+        return known.fastest
+    index = which.__index__()
+    found = known.by_index.get(index)
+    if found is None:
+        count = driver.device_count()
+        if not 0 <= index < count:
+            raise InvalidValueError(
+                f"device {index}",
+                rule=f"the {driver.name} driver has {count} device{'s' * (count != 1)}, numbered from 0",
+                next_step=f"Use 0 to {count - 1}" if count > 1 else "Use 0",
+            )
+        found = known.by_index.setdefault(index, Device(driver, index))
+    return found
+
+
+def devices() -> tuple[Device, ...]:
+    """Return all devices of the current driver, in the order of their numbers."""
+    return tuple(device(index) for index in range(drivers.current().device_count()))
+
+
+def location(where: LocationLike) -> Location:
+    """Return `where` as a location, checking that a device of that number exists."""
+    if isinstance(where, Location):
+        return device(where.index).location if where.is_device else where
+    return device(where).location
+
+
+def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[Location, ...]:
+    """Return one or several places as distinct locations, in the order given; raises for none or a repeat."""
+    single = isinstance(where, Device | Location) or hasattr(where, "__index__")
+    found = tuple(location(place) for place in ((where,) if single else where))  # type: ignore[arg-type,union-attr]
+    if not found:
+        raise InvalidValueError(f"{what} of no location", rule="name at least one device or host location")
+    if len(set(found)) != len(found):
+        repeated = next(place for place in found if found.count(place) > 1)
+        raise InvalidValueError(f"{what} naming {repeated} twice", rule="each location counts once")
+    return found
+
+
+def parse_handle_types(
+    shareable: HandleType | str | Iterable[HandleType | str] | None,
+) -> frozenset[HandleType]:
+    """Return the kinds of shareable handle that were asked for; raises `InvalidValueError` for an unknown one."""
+    if shareable is None:
+        return frozenset()
+    kinds = (shareable,) if isinstance(shareable, str) else shareable
+    try:
+        return frozenset(HandleType(kind) for kind in kinds)
+    except ValueError:
+        rule = 'a shareable handle is "posix_fd", "fabric" or "win32"'
+        raise InvalidValueError(f"shareable {shareable!r}", rule=rule) from None
+
+
+def _own(found: Device, driver: Any) -> Device:
+    if found._driver is not driver:
+        raise InvalidValueError(
+            f"{found} of the {found._driver.name} driver",
+            rule="the driver was changed since that device object was made",
+            next_step=f"Ask again: remap.device({found.index})",
+        )
+    return found
+
+
+def _index(one: Device) -> int:
+    return one.index

@@ -1,0 +1,145 @@
+"""Drivers: the choice of one, made in one place.
+
+`open(name)` is the only importer of a concrete driver. `current()` is the one that this process uses: the one named
+by `use()` or by `REMAP_DRIVER`, else CUDA where it works and the host driver elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from remap import lifetime
+from remap.drivers.protocol import Driver
+from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
+
+__all__ = ["NAMES", "Driver", "close", "current", "open", "use"]
+
+NAMES = ("cuda", "host")
+"""The drivers there are, in the order in which they are tried."""
+
+
+def open(name: str | None = None, **options: Any) -> Driver:
+    """Open and return a new driver, without making it the current one.
+
+    `name` is `"cuda"`, `"host"` or None for the first that opens; `options` go to the driver (the host driver's
+    `devices=`, `memory=`, …). Raises `DriverNotFoundError` listing every attempt and its reason.
+    """
+    if name is not None and name not in NAMES:
+        raise InvalidValueError(f"driver {name!r}", rule=f"the drivers are {', '.join(NAMES)}")
+    attempts: list[tuple[str, str]] = []
+    for candidate in NAMES if name is None else (name,):
+        try:
+            opened: Driver = _load(candidate)(**options)
+            return opened
+        except InvalidValueError:
+            raise
+        except RemapError as error:
+            attempts.append((candidate, str(error)))
+    raise DriverNotFoundError(tuple(attempts), next_step='Run "remap doctor" for the cures')
+
+
+def _load(name: str) -> Any:
+    if name == "cuda":
+        from remap.drivers.cuda import CudaDriver
+
+        return CudaDriver
+    from remap.drivers.host import HostDriver
+
+    return HostDriver
+
+
+class _Choice:
+    """The driver that this process uses, opened on first use."""
+
+    def __init__(self) -> None:
+        self.driver: Driver | None = None
+        self.epoch = 0
+        self.lock = threading.Lock()
+
+
+_choice = _Choice()
+
+
+def current() -> Driver:
+    """Return the driver that this process uses, opening it on first use.
+
+    Raises `DriverNotFoundError`, and `ForkedError` in the forked child of a process that used CUDA (the host driver
+    is opened afresh there).
+    """
+    driver = _choice.driver
+    if driver is not None and _choice.epoch == lifetime.epoch():
+        return driver
+    with _choice.lock:
+        if _choice.driver is not None and _choice.epoch != lifetime.epoch():
+            if _choice.driver.name == "cuda":
+                raise ForkedError(
+                    "use of CUDA in a forked child",
+                    rule="a CUDA context does not survive fork",
+                    next_step='Start processes with multiprocessing.get_context("spawn")',
+                )
+            _choice.driver = None
+        if _choice.driver is None:
+            _set(open(os.environ.get("REMAP_DRIVER") or None))
+        assert _choice.driver is not None
+        return _choice.driver
+
+
+def use(driver: str | Driver, **options: Any) -> Driver:
+    """Make `driver` the current one and return it.
+
+    `driver` is a name, with options for it (`use("host", devices=4, memory="256MiB")`), or a driver object, such as
+    one of the wrappers around another. Raises `InUseError` while objects of the present driver live.
+    """
+    if isinstance(driver, str):
+        _check_idle(f"change of driver to {driver!r}")
+        opened = open(driver, **options)
+    elif options:
+        raise InvalidValueError(f"options {sorted(options)}", rule="a driver object has its options already")
+    else:
+        _check_idle(f"change of driver to {driver.name!r}")
+        opened = driver
+    with _choice.lock:
+        previous = _choice.driver if _choice.epoch == lifetime.epoch() else None
+        _set(opened)
+    # A driver object may be a wrapper around the previous one, which then goes on.
+    if previous is not None and isinstance(driver, str):
+        previous.shutdown()
+    return opened
+
+
+def close() -> None:
+    """Shut the current driver down, contexts included; the next use opens one again.
+
+    Raises `InUseError` while objects live.
+    """
+    _check_idle("closing the driver")
+    with _choice.lock:
+        previous, _choice.driver = _choice.driver, None
+    if previous is not None and _choice.epoch == lifetime.epoch():
+        previous.shutdown()
+
+
+def _check_idle(asked: str) -> None:
+    lifetime.drain()
+    living = lifetime.live()
+    if living:
+        listed = "; ".join(str(thing.describe()) for thing in living[:5])
+        raise InUseError(
+            asked,
+            rule=f"{len(living)} of the present driver's objects are alive: {listed}",
+            next_step="Close them first",
+        )
+
+
+def _set(driver: Driver) -> None:
+    _choice.driver = driver
+    _choice.epoch = lifetime.epoch()
+
+
+def _renew_lock() -> None:
+    _choice.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -1,0 +1,347 @@
+"""The four things that are called memory, each by itself: read this first.
+
+A `PhysicalAllocation` is bytes on a device or on the host, at no address. A `Reservation` is a range of addresses
+with nothing behind it. A `Mapping` joins the two. An access right says who may touch a mapping: at first nobody.
+
+    mem = remap.create(64 * MiB, at=0)                   # bytes
+    rng = remap.reserve(1 * GiB)                         # addresses
+    m = rng.map(mem, offset=0, access={0: "rw"})         # bytes at addresses, and the right to use them
+
+A mapping holds its reservation, so that nothing can be freed too early (invariant 2); a reservation with live
+mappings refuses to close (invariant 3). Closing an allocation gives up the right to map it again; its bytes stay for
+as long as they are mapped anywhere (T8).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from collections.abc import Mapping as MappingOf
+from typing import Any, ClassVar
+
+from remap import drivers
+from remap.device import LocationLike, device, location, parse_handle_types
+from remap.errors import (
+    AlignmentError,
+    InUseError,
+    InvalidValueError,
+    OutOfAddressSpaceError,
+    OutOfMemoryError,
+)
+from remap.lifetime import Description, Release, Resource, Rollback, drain, pending
+from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
+from remap.spans import Chunk, Span
+from remap.types import Access, AllocationProperties, Grants, HandleType, Location
+
+AccessLike = MappingOf[Any, Access | str]
+"""What is taken as access: locations (a device, its number, `remap.Host()`) and their rights."""
+
+
+class PhysicalAllocation(Resource):
+    """Bytes in one location, at no address yet. Made by `remap.create`. Source: cuMemCreate."""
+
+    __slots__ = ("_handle", "properties", "size")
+
+    kind: ClassVar[str] = "physical allocation"
+
+    def __init__(self, driver: Any, size: int, properties: AllocationProperties, *, handle: int = 0) -> None:
+        super().__init__(driver)
+        self.size = size
+        self._handle = handle or create_handle(driver, size, properties)
+        self.properties = properties
+        self._opened()
+
+    @property
+    def location(self) -> Location:
+        """The place that holds the bytes."""
+        return self.properties.location
+
+    def outcome(self) -> AllocationProperties:
+        """Return the properties as given and not as asked for: compression is a request. Asks the driver."""
+        self._check()
+        found: AllocationProperties = self._driver.properties_of(self._handle)
+        return found
+
+    def _detach(self) -> Release:
+        return Release(1, [(self._driver.release, (self._handle,))])
+
+    def describe(self) -> Description:
+        """Return what this allocation is."""
+        return Description(self.kind, self.serial, self.size, None, f"on {self.location}")
+
+
+class Reservation(Resource):
+    """A range of addresses that nothing else will be given. Made by `remap.reserve`. Source: cuMemAddressReserve."""
+
+    __slots__ = ("_table", "address", "size")
+
+    kind: ClassVar[str] = "reservation"
+
+    def __init__(self, driver: Any, size: int, *, alignment: int = 0, hint: int = 0) -> None:
+        super().__init__(driver)
+        self.size = size
+        self._table = _Table()
+        self.address = reserve_range(driver, size, alignment, hint)
+        self._opened()
+
+    def map(
+        self, allocation: PhysicalAllocation, *, offset: Size = 0, access: AccessLike | None = None
+    ) -> Mapping:
+        """Map a whole allocation at `offset` bytes into this range, and grant access.
+
+        `access` maps locations to "r", "rw" or "none"; those not named get nothing. Raises `InUseError` where
+        another mapping lies in the way, `AlignmentError`, `InvalidValueError` outside the range. After a failure
+        nothing is mapped.
+        """
+        start = parse_size(offset, "offset")
+        grants = parse_access(access)
+        if pending():
+            drain()
+        with self._driver.lock, Rollback() as rollback:
+            self._check()
+            allocation._check()
+            self._check_room(start, allocation.size)
+            return self._map(allocation, start, grants, rollback)
+
+    def _map(self, allocation: PhysicalAllocation, start: int, grants: Grants, rollback: Rollback) -> Mapping:
+        driver, size, address = self._driver, allocation.size, self.address + start
+        driver.map(address, size, allocation._handle)
+        rollback.undo(driver.unmap, address, size)
+        if grants:
+            driver.set_access(address, size, grants)
+        return Mapping(self, allocation, start, grants)
+
+    def _check_room(self, start: int, size: int) -> None:
+        if start + size > self.size:
+            raise InvalidValueError(
+                f"a mapping of {format_size(size)} at offset {format_size(start)}",
+                rule=f"the reservation has {format_size(self.size)}",
+            )
+        found = self._table.overlapping(start, size)
+        if found is not None:
+            at, taken = found
+            raise InUseError(
+                f"a mapping of {format_size(size)} at offset {format_size(start)}",
+                rule=f"the mapping at offset {format_size(at)} ({format_size(taken)}) lies in the way",
+                next_step=f"Close it first, or use offset {at + taken} or higher",
+            )
+
+    @property
+    def mappings(self) -> tuple[tuple[int, int], ...]:
+        """The (offset, size) of every live mapping, in order of address."""
+        return self._table.entries()
+
+    def _check_closable(self) -> None:
+        entries = self._table.entries()
+        if entries:
+            named = ", ".join(f"{format_size(size)} at offset {format_size(at)}" for at, size in entries[:4])
+            raise InUseError(
+                f"closing {self.describe()}",
+                rule=f"it has {len(entries)} live mappings: {named}{', …' if len(entries) > 4 else ''}",
+                next_step="Close the mappings first",
+            )
+
+    def _detach(self) -> Release:
+        return Release(1, [(self._driver.free_range, (self.address, self.size))])
+
+    def describe(self) -> Description:
+        """Return what this reservation is."""
+        return Description(self.kind, self.serial, self.size, self.address, f"{len(self._table)} mappings")
+
+
+class Mapping(Span):
+    """A whole allocation at an address, and who may touch it there. Made by `Reservation.map`. Source: cuMemMap.
+
+    One allocation may have many mappings (aliases), each with its own rights; closing one leaves the others.
+    """
+
+    __slots__ = ("location", "offset", "reservation")
+
+    kind: ClassVar[str] = "mapping"
+
+    def __init__(
+        self, reservation: Reservation, allocation: PhysicalAllocation, offset: int, grants: Grants
+    ) -> None:
+        super().__init__(reservation._driver)
+        self.reservation = reservation
+        self.offset = offset
+        self.location = allocation.location
+        self._address = reservation.address + offset
+        self._size = allocation.size
+        self._rights = {place: right for place, right in grants if right.readable}
+        reservation._table.add(offset, self._size)
+        self._opened()
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The one (address, size, location) behind this mapping."""
+        return (Chunk(self.address, self._size, self.location),)
+
+    def set_access(self, access: AccessLike) -> None:
+        """Change the rights of the locations that are named; the others keep theirs.
+
+        Taking a right away waits, as `close()` does, for the work that may still use it. Raises the driver's
+        refusal, and leaves all rights as they were. Source: cuMemSetAccess.
+        """
+        grants = parse_access(access)
+        order = list(Access)
+        if any(order.index(right) < order.index(self._right(place)) for place, right in grants):
+            self._wait_for_work("change of access")
+        with self._driver.lock:
+            self._check()
+            set_access(self._driver, self._address, self._size, grants, self._rights)
+
+    def get_access(self, where: LocationLike) -> Access:
+        """Return the right of a location, asking the driver. Source: cuMemGetAccess."""
+        self._check()
+        found: Access = self._driver.get_access(self._address, location(where))
+        return found
+
+    def _detach(self) -> Release:
+        table = self.reservation._table
+        steps = [(self._driver.unmap, (self._address, self._size)), (table.remove, (self.offset,))]
+        return Release(0, steps, self._wait_on_close())
+
+    def describe(self) -> Description:
+        """Return what this mapping is."""
+        rights = ", ".join(f"{place} {right}" for place, right in self._rights.items()) or "no access"
+        return Description(self.kind, self.serial, self._size, self._address, f"{self.location}; {rights}")
+
+
+class _Table:
+    """The live mappings of one reservation by offset. A release refers to this and not to the reservation."""
+
+    __slots__ = ("_sizes", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def add(self, start: int, size: int) -> None:
+        self._starts.insert(bisect_right(self._starts, start), start)
+        self._sizes[start] = size
+
+    def remove(self, start: int) -> None:
+        del self._sizes[start]
+        del self._starts[bisect_right(self._starts, start) - 1]
+
+    def overlapping(self, start: int, size: int) -> tuple[int, int] | None:
+        """Return (offset, size) of the first mapping that shares a byte with the range, or None."""
+        first = bisect_right(self._starts, start)
+        for at in self._starts[max(first - 1, 0) : first + 1]:
+            if at < start + size and start < at + self._sizes[at]:
+                return at, self._sizes[at]
+        return None
+
+    def entries(self) -> tuple[tuple[int, int], ...]:
+        return tuple((at, self._sizes[at]) for at in self._starts)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+
+def create(
+    size: Size,
+    *,
+    at: LocationLike | None = None,
+    shareable: HandleType | str | Iterable[HandleType | str] | None = None,
+    compressible: bool = False,
+    rdma: bool = False,
+) -> PhysicalAllocation:
+    """Create a physical allocation of exactly `size` bytes.
+
+    `at` is a device (the fastest by default), `remap.Host()` or `remap.HostNuma(n)`. `shareable` fixes now which
+    handles it can be exported as. Raises `AlignmentError` unless the size is a multiple of the granularity,
+    `OutOfMemoryError`, `NotSupportedError`. The contents are undefined. Source: cuMemCreate.
+    """
+    driver = drivers.current()
+    if pending():
+        drain()
+    number = parse_size(size)
+    place = location(device() if at is None else at)
+    properties = AllocationProperties(place, parse_handle_types(shareable), compressible, rdma)
+    if number == 0:
+        raise InvalidValueError("an allocation of 0 bytes", rule="an allocation has at least one granule")
+    check_aligned(number, driver.granularity(properties).minimum, "size")
+    return PhysicalAllocation(driver, number, properties)
+
+
+def reserve(size: Size, *, alignment: Size | None = None, hint: int = 0) -> Reservation:
+    """Reserve a range of `size` bytes of addresses.
+
+    `alignment` is a power of two; `hint` an address that is taken if it is free, and passed over if not. Raises
+    `AlignmentError` unless the size is a multiple of the granularity, and `OutOfAddressSpaceError`. Source:
+    cuMemAddressReserve.
+    """
+    driver = drivers.current()
+    if pending():
+        drain()
+    number = parse_size(size)
+    if number == 0:
+        raise InvalidValueError("a reservation of 0 bytes", rule="a reservation has at least one granule")
+    check_aligned(number, driver.granularity(AllocationProperties(device().location)).minimum, "size")
+    return Reservation(driver, number, alignment=parse_alignment(alignment), hint=parse_size(hint, "hint"))
+
+
+def parse_access(access: AccessLike | None) -> Grants:
+    """Return access rights as a driver takes them, with every location checked to exist."""
+    if not access:
+        return ()
+    return tuple((location(place), Access.parse(right)) for place, right in access.items())
+
+
+def set_access(driver: Any, address: int, size: int, grants: Grants, rights: dict[Location, Access]) -> None:
+    """Set rights on whole mappings and note them in `rights`; after a failure all are as they were."""
+    if not grants:
+        raise InvalidValueError("a change of access that names no location", rule="name at least one")
+    with Rollback() as rollback:
+        if len(grants) > 1:  # one call can have changed the first locations and failed at a later one
+            before = tuple((place, rights[place]) for place, _ in grants if place in rights)
+            if before:
+                rollback.undo(driver.set_access, address, size, before)
+        driver.set_access(address, size, grants)
+    for place, right in grants:
+        if right.readable:
+            rights[place] = right
+        else:
+            rights.pop(place, None)
+
+
+def parse_alignment(alignment: Size | None) -> int:
+    """Return an alignment in bytes, 0 for none; raises `AlignmentError` unless it is a power of two."""
+    if alignment is None:
+        return 0
+    number = parse_size(alignment, "alignment")
+    if not is_power_of_two(number):
+        raise AlignmentError(f"alignment {number}", rule="an alignment is a power of two")
+    return number
+
+
+def create_handle(driver: Any, size: int, properties: AllocationProperties, purpose: str = "") -> int:
+    """Create an allocation and return its handle; an out-of-memory error says who asked and what is free."""
+    try:
+        handle: int = driver.create(size, properties)
+    except OutOfMemoryError as error:
+        place = properties.location
+        free = ""
+        if place.is_device:
+            info = device(place.index).memory()
+            free = f"{format_size(info.free)} of {format_size(info.total)} are free there"
+        asked = f"{format_size(size)} of memory on {place}{purpose}"
+        raise error.explain(
+            asked, rule=free, next_step="Close, pause or trim something there first"
+        ) from None
+    return handle
+
+
+def reserve_range(driver: Any, size: int, alignment: int = 0, hint: int = 0) -> int:
+    """Reserve addresses and return the first; an error says that addresses ran out, and not memory."""
+    try:
+        address: int = driver.reserve(size, alignment, hint)
+    except OutOfAddressSpaceError as error:
+        raise error.explain(
+            f"a reservation of {format_size(size)} of addresses",
+            rule=error.rule or "the address space has no such range free (memory is not the limit here)",
+            next_step=error.next_step or "Ask for less, close reservations, or raise the limit (ulimit -v)",
+        ) from None
+    return address

@@ -1,0 +1,348 @@
+"""Lifetimes: closing once, what is alive, finalisers that only queue, rollback, and fork.
+
+Every object that owns something of a driver is a `Resource`. Closing it and collecting it unclosed run the same
+`Release`: a record of raw driver calls that no longer needs the object. `close()` runs the record at once; a
+finaliser may run on any thread, in the middle of any other call, so it only queues the record (invariant 4), and the
+next public call that builds or closes something, or `collect()`, runs it.
+
+Rejected: `weakref.finalize` (its callbacks run inside the collection, where neither locks nor driver calls are
+safe) and finalisers that free at once (the same, and they would unmap memory under running work).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import itertools
+import os
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeAlias
+
+from remap.errors import (
+    ClosedError,
+    ContextLostError,
+    ForkedError,
+    InUseError,
+    RemapError,
+    RemapWarning,
+    context_lost,
+)
+from remap.sizes import format_size
+
+Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+"""One driver call of a release: a bound method and its arguments."""
+
+
+class Release:
+    """What giving an object back takes: a wait, then steps, on raw values alone.
+
+    `order` sorts queued releases: mappings (0) go before allocations and reservations (1), whatever order the
+    garbage collector found them in.
+    """
+
+    __slots__ = ("order", "steps", "wait")
+
+    def __init__(self, order: int, steps: list[Step], wait: Callable[[], None] | None = None) -> None:
+        self.order = order
+        self.steps = steps
+        self.wait = wait
+
+    def run(self) -> None:
+        """Wait, then take every step; raise the first error, the others as notes.
+
+        A refusal (`InUseError`) has changed nothing and ends the release there, so that the object can go on. After
+        any other failure the remaining steps are still taken. A lost context has given everything back itself, so
+        its errors are passed over, but for the wait that was the first to see it (invariant 15).
+        """
+        known = context_lost()
+        first: RemapError | None = None
+        try:
+            if self.wait is not None:
+                self.wait()
+        except ContextLostError as error:
+            first = None if known else error
+        for call, arguments in self.steps:
+            try:
+                call(*arguments)
+            except ContextLostError:
+                pass
+            except InUseError:
+                raise
+            except RemapError as error:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"and then: {error}")
+        if first is not None:
+            raise first
+
+
+class Resource:
+    """An object that owns something of a driver until it is closed.
+
+    A subclass calls `Resource.__init__` first and `_opened()` as the last step of its own construction; it gives
+    `_detach()`, which returns the `Release` of what it owns, and may refuse to close in `_check_closable()`.
+    """
+
+    __slots__ = ("__weakref__", "_driver", "_epoch", "_open", "serial")
+
+    kind: ClassVar[str] = "resource"
+
+    def __init__(self, driver: Any) -> None:
+        self._open = False
+        self._driver = driver
+        self._epoch = _process.epoch
+        self.serial = next(_serials)
+
+    def _opened(self) -> None:
+        self._open = True
+        _live[self.serial] = weakref.ref(self)
+        for hook in _hooks.get():
+            hook(self)
+
+    def _detach(self) -> Release:
+        """Return what gives this object back; called once, when it has been marked closed."""
+        raise NotImplementedError
+
+    def _check_closable(self) -> None:
+        """Raise `InUseError` while something still needs this object."""
+
+    def describe(self) -> Description:
+        """Return a frozen record of this object, for messages, snapshots and leak reports."""
+        return Description(self.kind, self.serial, 0, None, "")
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return not self._open
+
+    def _check(self) -> None:
+        """Raise `ClosedError` or `ForkedError` if the object cannot be used."""
+        if not self._open:
+            raise ClosedError(f"use of a closed {self.kind}", rule=str(self.describe()))
+        if self._epoch != _process.epoch:
+            raise ForkedError(
+                f"use of a {self.kind} made before a fork",
+                rule="memory of a driver belongs to the process that made it",
+                next_step="Create it in the child, or share it with remap.export and remap.open",
+            )
+
+    def close(self) -> None:
+        """Give back what this object owns. Closing again does nothing.
+
+        In the child of a fork it does nothing either: the memory is the parent's. Raises `InUseError`, and leaves
+        the object open, while something else needs it.
+        """
+        release = self._begin_close()
+        if release is not None:
+            self._finish_close(release)
+
+    def _begin_close(self) -> Release | None:
+        """Mark the object closed and return what is left to do; None if it was closed, or is the parent's."""
+        if not self._open:
+            return None
+        if self._epoch != _process.epoch:
+            self._open = False
+            return None
+        if _queue:
+            drain()
+        with self._driver.lock:
+            if not self._open:
+                return None
+            self._check_closable()
+            self._open = False
+            _live.pop(self.serial, None)
+            return self._detach()
+
+    def _finish_close(self, release: Release) -> None:
+        try:
+            release.run()
+        except InUseError:  # a refusal: nothing was given back
+            self._open = True
+            _live[self.serial] = weakref.ref(self)
+            raise
+
+    def __enter__(self) -> Self:
+        """Return the object itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Queue what an unclosed object owns, and warn."""
+        if not getattr(self, "_open", False) or self._epoch != _process.epoch or _process.ending:
+            return
+        self._open = False
+        _live.pop(self.serial, None)
+        _queue.append(self._detach())
+        description = self.describe()
+        warnings.warn(
+            f"{description} was never closed; remap.collect() or the next remap call gives it back. "
+            f"Close it, or use it in a with statement",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+
+    def __repr__(self) -> str:
+        """Return what it is, how large and where."""
+        state = "" if self._open else " closed"
+        return f"<remap.{type(self).__name__}{state} {self.describe()}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a live object is, as a frozen record."""
+
+    kind: str
+    serial: int
+    size: int
+    address: int | None
+    detail: str
+
+    def __str__(self) -> str:
+        """Return it as one phrase: `buffer 7 of 4 MiB at 0x7f… (2 chunks)`."""
+        where = "" if self.address is None else f" at {self.address:#x}"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.kind} {self.serial} of {format_size(self.size)}{where}{detail}"
+
+
+class Rollback(ExitStack):
+    """Undo the steps of an operation, last first, if its block fails; do nothing if it succeeds (invariant 5).
+
+    A failure while undoing becomes a note on the first error, which stays the one that is raised.
+    """
+
+    def undo(self, call: Callable[..., Any], /, *arguments: Any) -> None:
+        """Register a call that undoes the step just taken."""
+        self.push(partial(_undo, call, arguments))
+
+
+def _undo(
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    _kind: type[BaseException] | None,
+    error: BaseException | None,
+    _trace: TracebackType | None,
+) -> None:
+    if error is None:
+        return
+    try:
+        call(*arguments)
+    except RemapError as second:
+        error.add_note(f"while undoing: {second}")
+
+
+class _Process:
+    """What this process is: its fork epoch, whether it is ending, and how many captures run in it."""
+
+    __slots__ = ("captures", "ending", "epoch")
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.ending = False
+        self.captures = 0
+
+
+_process = _Process()
+_serials = itertools.count(1)
+_live: dict[int, weakref.ref[Resource]] = {}
+_queue: deque[Release] = deque()
+_hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())
+
+
+def drain() -> int:
+    """Run the releases that finalisers queued, mappings first; return how many.
+
+    Does nothing while a stream is being captured, since waiting would break the capture. What fails here can be
+    raised to nobody, so it is a `RemapWarning`.
+    """
+    if _process.captures:
+        return 0
+    releases: list[Release] = []
+    while _queue:
+        try:
+            releases.append(_queue.popleft())
+        except IndexError:  # another thread took the last one
+            break
+    for release in sorted(releases, key=_order):
+        try:
+            release.run()
+        except RemapError as error:
+            warnings.warn(f"giving back an unclosed object failed: {error}", RemapWarning, stacklevel=2)
+    return len(releases)
+
+
+def _order(release: Release) -> int:
+    return release.order
+
+
+def collect() -> int:
+    """Run Python's garbage collector, give back what unclosed objects owned, and return how many those were.
+
+    May wait for work that still uses their memory.
+    """
+    gc.collect()
+    return drain()
+
+
+def pending() -> bool:
+    """Tell whether finalisers have queued anything."""
+    return bool(_queue)
+
+
+def live(kind: type[Resource] = Resource) -> list[Resource]:
+    """Return the live objects of this process, oldest first."""
+    found = [reference() for reference in list(_live.values())]
+    return [thing for thing in found if isinstance(thing, kind)]
+
+
+@contextmanager
+def on_creation(hook: Callable[[Resource], None]) -> Generator[None]:
+    """Call `hook` with each object made in this context, until the block ends. Groups and traces use it."""
+    token = _hooks.set((*_hooks.get(), hook))
+    try:
+        yield
+    finally:
+        _hooks.reset(token)
+
+
+def epoch() -> int:
+    """Return a number that is another one in every forked child."""
+    return _process.epoch
+
+
+@contextmanager
+def capturing() -> Generator[None]:
+    """Hold queued releases back while a capture runs that remap knows of."""
+    _process.captures += 1
+    try:
+        yield
+    finally:
+        _process.captures -= 1
+
+
+def _forked() -> None:
+    _process.epoch += 1
+    _process.captures = 0
+    _queue.clear()
+    _live.clear()
+
+
+def _ending() -> None:
+    _process.ending = True
+
+
+os.register_at_fork(after_in_child=_forked)
+# Objects alive at exit are silent: the driver gives everything back when the process ends.
+atexit.register(_ending)

@@ -1,0 +1,240 @@
+"""The frozen values that drivers take and give, and that every room above them shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeAlias
+
+from remap.errors import InvalidValueError
+
+
+class LocationKind(StrEnum):
+    """The kinds of place where physical memory can be."""
+
+    DEVICE = "device"
+    HOST = "host"
+    HOST_NUMA = "host_numa"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Location:
+    """A place that can hold memory or be granted access to it.
+
+    `index` is the device number or the NUMA node; it is 0 for `HOST`.
+    """
+
+    kind: LocationKind
+    index: int = 0
+
+    @property
+    def is_device(self) -> bool:
+        """Whether this is a device (and not the host or one of its NUMA nodes)."""
+        return self.kind is LocationKind.DEVICE
+
+    def __str__(self) -> str:
+        """Return the name used in messages and pictures: `device 0`, `host`, `host node 1`."""
+        if self.kind is LocationKind.DEVICE:
+            return f"device {self.index}"
+        return "host" if self.kind is LocationKind.HOST else f"host node {self.index}"
+
+
+def Host() -> Location:  # noqa: N802 (a place, named as users write it: remap.Host())
+    """Return the host's memory, on whatever NUMA node the driver picks."""
+    return Location(LocationKind.HOST)
+
+
+def HostNuma(node: int) -> Location:  # noqa: N802
+    """Return the memory of the host's NUMA node `node`; raises `InvalidValueError` for a negative one."""
+    if node < 0:
+        raise InvalidValueError(
+            f"NUMA node {node}",
+            rule="nodes are numbered from 0, and -1 means that the system has no such node",
+            next_step="Use remap.Host() to let the driver pick",
+        )
+    return Location(LocationKind.HOST_NUMA, node)
+
+
+class Access(StrEnum):
+    """What a location may do with a mapping."""
+
+    NONE = "none"
+    READ = "r"
+    READ_WRITE = "rw"
+
+    @classmethod
+    def parse(cls, value: Access | str) -> Access:
+        """Return `value` as an access right; raises `InvalidValueError`."""
+        try:
+            return cls(value)
+        except ValueError:
+            rule = 'access is "none", "r" or "rw"'
+            raise InvalidValueError(f"access {value!r}", rule=rule) from None
+
+    @property
+    def readable(self) -> bool:
+        """Whether reads are allowed."""
+        return self is not Access.NONE
+
+    @property
+    def writable(self) -> bool:
+        """Whether writes are allowed."""
+        return self is Access.READ_WRITE
+
+
+class HandleType(StrEnum):
+    """The kinds of shareable handle an allocation can be created for."""
+
+    POSIX_FD = "posix_fd"
+    FABRIC = "fabric"
+    WIN32 = "win32"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationProperties:
+    """What a physical allocation is asked to be, or was found to be (`CUmemAllocationProp`).
+
+    `compressible` is a request when creating, and the outcome when read back.
+    """
+
+    location: Location
+    handle_types: frozenset[HandleType] = frozenset()
+    compressible: bool = False
+    rdma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """The sizes in bytes that allocations must (minimum) and should (recommended) be multiples of."""
+
+    minimum: int
+    recommended: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """The memory of one device in bytes, as its driver reports it; `free` is machine-wide."""
+
+    free: int
+    total: int
+
+    @property
+    def used(self) -> int:
+        """The bytes that are not free, whoever holds them."""
+        return self.total - self.free
+
+
+@dataclass(frozen=True, slots=True)
+class AddressRange:
+    """The base address and the size in bytes of one mapping or one plain allocation."""
+
+    base: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PointerInfo:
+    """What the driver says of an address: its whole reservation, the mapping's identity, the device."""
+
+    range_start: int
+    range_size: int
+    buffer_id: int
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether one feature works here, and the reason where it does not."""
+
+    name: str
+    supported: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        """Tell whether the feature works."""
+        return self.supported
+
+
+CAPABILITIES = (
+    "vmm",
+    "posix_fd",
+    "win32",
+    "fabric",
+    "multicast",
+    "compression",
+    "rdma",
+    "host_vmm",
+    "host_numa_vmm",
+    "memory_pools",
+    "managed_memory",
+    "hmm",
+    "ats",
+    "coherent",
+)
+"""The names of all capabilities; every driver answers for each of them on each device."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """What a device is, in the units of `cuDeviceGetAttribute`: clock in kHz, sizes in bytes."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    cores_per_multiprocessor: int
+    clock_khz: int
+    memory: int
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_block: tuple[int, int, int] = (1024, 1024, 64)
+    max_grid: tuple[int, int, int] = (2**31 - 1, 65535, 65535)
+    shared_memory_per_block: int = 48 * 1024
+    shared_memory_per_block_optin: int = 227 * 1024
+    l2_cache: int = 0
+    numa_node: int | None = None
+    integrated: bool = False
+
+    @property
+    def speed(self) -> int:
+        """Multiprocessors × cores × clock: the figure by which the fastest device is chosen (A1)."""
+        return self.multiprocessors * self.cores_per_multiprocessor * self.clock_khz
+
+
+Grants: TypeAlias = Sequence[tuple[Location, Access]]
+"""Access rights as a driver takes them: a location and its right, in order."""
+
+Dim3: TypeAlias = tuple[int, int, int]
+"""The three extents of a grid or a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """The shape of one launch: blocks, threads a block, and dynamic shared memory in bytes a block."""
+
+    grid: Dim3
+    block: Dim3
+    shared_bytes: int = 0
+
+
+class PackedArguments(Protocol):
+    """Kernel arguments, packed once and kept alive until the launch has been queued."""
+
+    @property
+    def pointers(self) -> int:
+        """The address of the array of pointers that `cuLaunchKernel` takes; 0 where there are none."""
+        ...
+
+    @property
+    def values(self) -> tuple[object, ...]:
+        """The same arguments as Python values, for kernels that run in Python."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """A range that a launch may read, or read and write (`writes`)."""
+
+    address: int
+    size: int
+    writes: bool = field(default=True)
