@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from remap.device import Device as Device
     from remap.device import device as device
     from remap.device import devices as devices
-    from remap.drivers import current as driver
+    from remap.drivers import current
     from remap.drivers import use as use
     from remap.errors import AccessError as AccessError
     from remap.errors import AlignmentError as AlignmentError
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from remap.types import Location as Location
     from remap.types import MemoryInfo as MemoryInfo
 
+    driver = current
+
 # name: (module, name there)
 _ROOMS: dict[str, tuple[str, ...]] = {
     "sizes": ("KiB", "MiB", "GiB", "TiB"),
@@ -95,7 +97,7 @@ _NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in n
 _NAMES["driver"] = ("drivers", "current")
 _NAMES["collect"] = ("lifetime", "collect")
 
-__all__ = [*_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(_NAMES)  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

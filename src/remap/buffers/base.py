@@ -8,12 +8,12 @@ unmapping, and nothing can be released twice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from remap import drivers
 from remap.device import LocationLike, device, devices, locations, parse_handle_types
-from remap.errors import AccessError, DriverError
+from remap.errors import AccessError, DriverError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Release, Rollback, drain, pending
 from remap.sizes import Size, parse_size, round_up
@@ -27,7 +27,7 @@ class Buffer(Span):
     `generation` counts how often what stands behind the address has changed.
     """
 
-    __slots__ = ("_chunks", "_reserved", "generation", "properties", "resident")
+    __slots__ = ("_chunks", "_listeners", "_paused", "_reserved", "generation", "properties")
 
     kind: ClassVar[str] = "buffer"
 
@@ -41,8 +41,9 @@ class Buffer(Span):
     ) -> None:
         super().__init__(driver)
         self.properties = properties
-        self.resident = tuple(dict.fromkeys(place for place, _ in chunks))
         self.generation = 0
+        self._paused = ""
+        self._listeners: list[Callable[[Buffer], None]] = []
         self._size = sum(size for _, size in chunks)
         self._reserved = self._size
         self._rights = {place: right for place, right in grants if right.readable}
@@ -53,11 +54,30 @@ class Buffer(Span):
                 rollback.undo(driver.free_range, self._address, self._size)
                 at = self._address
                 for place, size in chunks:
-                    map_new(driver, at, size, _at(properties, place), rollback)
+                    map_new(driver, at, size, at_place(properties, place), rollback)
                     self._chunks.append(Chunk(at, size, place))
                     at += size
                 driver.set_access(self._address, self._size, grants)
         self._opened()
+
+    @property
+    def resident(self) -> tuple[Location, ...]:
+        """The locations that hold the bytes, in the order in which they first appear."""
+        return tuple(dict.fromkeys(chunk.location for chunk in self._chunks))
+
+    @property
+    def paused(self) -> bool:
+        """Whether the buffer is paused: its address is kept, and no memory stands behind it."""
+        return bool(self._paused)
+
+    def on_change(self, listener: Callable[[Buffer], None]) -> None:
+        """Call `listener(buffer)` after each change of what stands behind the address.
+
+        For those who registered the memory with another library (NCCL, RDMA) and must register it again. It is
+        called by the thread that made the change, when the change is complete; `generation` has grown then.
+        """
+        self._check()
+        self._listeners.append(listener)
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -90,6 +110,38 @@ class Buffer(Span):
             finally:
                 driver.release(handle)
         return found
+
+    # -- for residency: the caller holds `_taking`, has waited, and holds the driver's lock --
+
+    def _check_backed(self, asked: str) -> None:
+        if self._paused:
+            raise PausedError(
+                f"{asked} of {self.describe()}",
+                rule=f"it is paused ({self._paused}), and no memory stands behind its address",
+                next_step="Call remap.resume(buffer) first",
+            )
+
+    def _unmap_chunks(self) -> None:
+        """Unmap all chunks, run by run; the mappings were all that kept their memory."""
+        for address, size in runs(self._chunks):
+            self._driver.unmap(address, size)
+
+    def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
+        """Map new memory for `chunks`, with the buffer's rights; `rollback` unmaps it if its block fails."""
+        for chunk in chunks:
+            map_new(
+                self._driver, chunk.address, chunk.size, at_place(self.properties, chunk.location), rollback
+            )
+        grants = tuple(self._rights.items())
+        if grants:
+            for address, size in runs(chunks):
+                self._driver.set_access(address, size, grants)
+
+    def _changed(self) -> None:
+        """Count a change of what stands behind the address, and tell those who asked; call without the lock."""
+        self.generation += 1
+        for listener in list(self._listeners):
+            listener(self)
 
     def _detach(self) -> Release:
         if not self._reserved:
@@ -180,7 +232,7 @@ def granule(driver: Any, properties: AllocationProperties) -> int:
         places += [
             place for place in (Host(), *_host_nodes()) if not properties.handle_types or place != Host()
         ]
-        found = max(_minimum(driver, _at(properties, place)) for place in places)
+        found = max(_minimum(driver, at_place(properties, place)) for place in places)
         known[properties] = found
     return found
 
@@ -199,7 +251,19 @@ def _host_nodes() -> list[Location]:
     return [HostNuma(node) for node in sorted(node for node in nodes if node is not None and node >= 0)]
 
 
-def _at(properties: AllocationProperties, place: Location) -> AllocationProperties:
+def runs(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+    """Return the (address, size) of the longest runs of chunks that touch, for calls that take several mappings."""
+    found: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if found and sum(found[-1]) == chunk.address:
+            found[-1] = (found[-1][0], found[-1][1] + chunk.size)
+        else:
+            found.append((chunk.address, chunk.size))
+    return found
+
+
+def at_place(properties: AllocationProperties, place: Location) -> AllocationProperties:
+    """Return the same properties for another location."""
     if properties.location == place:
         return properties
     return AllocationProperties(place, properties.handle_types, properties.compressible, properties.rdma)
