@@ -97,7 +97,7 @@ _NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in n
 _NAMES["driver"] = ("drivers", "current")
 _NAMES["collect"] = ("lifetime", "collect")
 
-__all__ = list(_NAMES)  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

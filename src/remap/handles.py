@@ -155,8 +155,6 @@ class Mapping(Span):
     One allocation may have many mappings (aliases), each with its own rights; closing one leaves the others.
     """
 
-    __slots__ = ("location", "offset", "reservation")
-
     kind: ClassVar[str] = "mapping"
 
     def __init__(

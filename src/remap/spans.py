@@ -8,14 +8,14 @@ exclude them and each other: the second one raises `InUseError` (invariant 13).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remap.device import Device, device
 from remap.errors import AccessError, InUseError, InvalidValueError
-from remap.lifetime import Release, Resource
+from remap.lifetime import Resource
 from remap.sizes import format_size
 from remap.streams import After, Known, Queue, StreamLike, Uses, as_stream, wait_after
 from remap.types import Access, Location
@@ -37,17 +37,14 @@ class Chunk(NamedTuple):
 class Span(Resource):
     """A range of mapped addresses with access rights: the base of `Mapping` and of every buffer."""
 
-    __slots__ = ("_address", "_busy", "_exports", "_rights", "_size", "_taken", "_uses")
-
-    def __init__(self, driver: Any) -> None:
-        super().__init__(driver)
-        self._address = 0
-        self._size = 0
-        self._rights: dict[Location, Access] = {}
-        self._uses = Uses()
-        self._busy = 0
-        self._taken = ""
-        self._exports = 0
+    # Defaults on the class and not in a constructor: most spans never leave them.
+    _address: int = 0
+    _size: int = 0
+    _rights: dict[Location, Access]
+    _known_uses: Uses | None = None
+    _busy: int = 0
+    _taken: str = ""
+    _exports: int = 0
 
     # -- what it is --
 
@@ -188,6 +185,16 @@ class Span(Resource):
 
     # -- for the rooms above --
 
+    @property
+    def _uses(self) -> Uses:
+        uses = self._known_uses
+        if uses is None:
+            with self._driver.lock:  # two threads may come first at the same time
+                uses = self._known_uses
+                if uses is None:
+                    uses = self._known_uses = Uses()
+        return uses
+
     def _part(self, asked: str, offset: int, size: int | None) -> int:
         """Return the size of a part, checked against this span's bounds."""
         self._check()
@@ -296,8 +303,8 @@ class Span(Resource):
         return next((place for place in fitting if place.is_device), fitting[0])
 
     def _wait_for_work(self, asked: str) -> None:
-        if self._uses:
-            self._uses.wait(self.accessing, f"{asked} of {self.describe()}")
+        if self._known_uses:
+            self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
 
     @contextmanager
     def _taking(self, doing: str) -> Generator[None]:
@@ -329,7 +336,8 @@ class Span(Resource):
             )
 
     def _check_closable(self) -> None:
-        self._check_free("closed")
+        if self._taken or self._busy or self._exports:
+            self._check_free("closed")
 
     def close(self, *, after: After = Known.STREAMS) -> None:
         """Unmap and give the memory back. Closing again does nothing.
@@ -339,22 +347,19 @@ class Span(Resource):
         event to wait for instead, or None: the caller's promise that there is no such work. Raises `InUseError`,
         and stays open, while arrays of other libraries view it or a stream to be waited for is being captured.
         """
-        if isinstance(after, Known):
-            super().close()
-            return
         release = self._begin_close()
-        if release is not None:
-            accessing = self.accessing
-            asked = f"closing {self.describe()}"
-            release.wait = lambda: wait_after(after, accessing[0] if accessing else device(0), asked)
-            self._finish_close(release)
+        if release is None:
+            return
+        if not isinstance(after, Known):
+            accessing, asked = self.accessing, f"closing {self.describe()}"
+            release.wait = lambda: wait_after(after, accessing[0] if accessing else device(), asked)
+        self._finish_close(release)
+        if self._known_uses is not None:
+            self._known_uses.forget()
 
-    def _wait_on_close(self) -> Any:
-        return self._uses.waiter(self.accessing, f"closing {self.kind} {self.serial}") if self._uses else None
-
-    def _finish_close(self, release: Release) -> None:
-        super()._finish_close(release)
-        self._uses.forget()
+    def _wait_on_close(self) -> Callable[[], None] | None:
+        uses = self._known_uses
+        return uses.waiter(self.accessing, f"closing {self.kind} {self.serial}") if uses else None
 
 
 def _words(right: Access) -> str:

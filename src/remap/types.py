@@ -102,6 +102,18 @@ class AllocationProperties:
     handle_types: frozenset[HandleType] = frozenset()
     compressible: bool = False
     rdma: bool = False
+    # Drivers look their own form of these up at each create, so the hash is made once.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make the hash."""
+        object.__setattr__(
+            self, "_hash", hash((self.location, self.handle_types, self.compressible, self.rdma))
+        )
+
+    def __hash__(self) -> int:
+        """Return the hash made at construction."""
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ unmapping, and nothing can be released twice.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from remap import drivers
 from remap.device import LocationLike, device, devices, locations, parse_handle_types
 from remap.errors import AccessError, DriverError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
-from remap.lifetime import Description, Release, Rollback, drain, pending
+from remap.lifetime import Description, Release, Rollback, drain, pending, undo
 from remap.sizes import Size, parse_size, round_up
 from remap.spans import Chunk, Span
 from remap.types import Access, AllocationProperties, Grants, HandleType, Host, HostNuma, Location
@@ -27,37 +27,28 @@ class Buffer(Span):
     `generation` counts how often what stands behind the address has changed.
     """
 
-    __slots__ = ("_chunks", "_listeners", "_paused", "_reserved", "generation", "properties")
-
     kind: ClassVar[str] = "buffer"
 
-    def __init__(
-        self,
-        driver: Any,
-        chunks: list[tuple[Location, int]],
-        properties: AllocationProperties,
-        grants: Grants,
-        alignment: int,
-    ) -> None:
+    generation: int = 0
+    _reserved: int = 0
+    _paused: str = ""
+    _listeners: tuple[Callable[[Buffer], None], ...] = ()
+
+    def __init__(self, driver: Any, placement: Placement, stripe: int, alignment: int = 0) -> None:
         super().__init__(driver)
-        self.properties = properties
-        self.generation = 0
-        self._paused = ""
-        self._listeners: list[Callable[[Buffer], None]] = []
-        self._size = sum(size for _, size in chunks)
-        self._reserved = self._size
-        self._rights = {place: right for place, right in grants if right.readable}
         self._chunks: list[Chunk] = []
-        if self._size:  # a buffer of no bytes is valid and asks nothing of the driver
-            with driver.lock, Rollback() as rollback:
-                self._address = reserve_range(driver, self._size, alignment)
-                rollback.undo(driver.free_range, self._address, self._size)
-                at = self._address
-                for place, size in chunks:
-                    map_new(driver, at, size, at_place(properties, place), rollback)
-                    self._chunks.append(Chunk(at, size, place))
-                    at += size
-                driver.set_access(self._address, self._size, grants)
+        self._rights = dict(placement.rights)
+        self.properties = placement.properties[0]
+        if stripe:  # a buffer of no bytes is valid and asks nothing of the driver
+            self._size = self._reserved = size = stripe * len(placement.properties)
+            with Rollback() as rollback:  # no lock: nobody else can see this range yet
+                self._address = at = reserve_range(driver, size, alignment)
+                rollback.undo(driver.free_range, at, size)
+                for properties in placement.properties:
+                    map_new(driver, at, stripe, properties, rollback)
+                    self._chunks.append(Chunk(at, stripe, properties.location))
+                    at += stripe
+                driver.set_access(self._address, size, placement.grants)
         self._opened()
 
     @property
@@ -77,7 +68,7 @@ class Buffer(Span):
         called by the thread that made the change, when the change is complete; `generation` has grown then.
         """
         self._check()
-        self._listeners.append(listener)
+        self._listeners = (*self._listeners, listener)
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -103,7 +94,7 @@ class Buffer(Span):
         if not self._chunks:
             return self.properties
         driver = self._driver
-        with driver.lock, Rollback():
+        with driver.lock:
             handle = driver.retain(self._address)
             try:
                 found: AllocationProperties = driver.properties_of(handle)
@@ -140,7 +131,7 @@ class Buffer(Span):
     def _changed(self) -> None:
         """Count a change of what stands behind the address, and tell those who asked; call without the lock."""
         self.generation += 1
-        for listener in list(self._listeners):
+        for listener in self._listeners:
             listener(self)
 
     def _detach(self) -> Release:
@@ -189,19 +180,85 @@ def allocate(
     if pending():
         drain()
     number = parse_size(size)
+    placement = place(driver, resident, accessing, access, shareable, compressible, rdma)
+    stripe = round_up(-(-number // len(placement.properties)), placement.granule)
+    buffer = Buffer(driver, placement, stripe, parse_alignment(alignment) if alignment is not None else 0)
+    if poison and number and Access.parse(access).writable:
+        buffer.fill(POISON)
+    return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the options of an allocation amount to: what to create, in order, and who may touch it."""
+
+    properties: tuple[AllocationProperties, ...]
+    grants: Grants
+    rights: Mapping[Location, Access]
+    granule: int
+
+
+class _Placements:
+    """The placements already worked out for one driver. Programs allocate with few sets of options, many times."""
+
+    LIMIT: ClassVar[int] = 256
+
+    def __init__(self) -> None:
+        self.driver: Any = None
+        self.known: dict[Any, Placement] = {}
+
+
+_placements = _Placements()
+
+
+def place(
+    driver: Any,
+    resident: LocationLike | Iterable[LocationLike] | None,
+    accessing: LocationLike | Iterable[LocationLike] | None,
+    access: Access | str,
+    shareable: HandleType | str | Iterable[HandleType | str] | None,
+    compressible: bool,
+    rdma: bool,
+) -> Placement:
+    """Check the options of an allocation and return what they amount to; raises before anything is allocated."""
+    if _placements.driver is not driver or len(_placements.known) > _Placements.LIMIT:
+        _placements.driver, _placements.known = driver, {}
+    key = (
+        tuple(resident) if isinstance(resident, list) else resident,
+        tuple(accessing) if isinstance(accessing, list) else accessing,
+        access,
+        shareable,
+        compressible,
+        rdma,
+    )
+    try:
+        found = _placements.known.get(key)
+    except TypeError:  # something in there has no hash, which is no mistake
+        return _place(driver, resident, accessing, access, shareable, compressible, rdma)
+    if found is None:
+        found = _place(driver, key[0], key[1], access, shareable, compressible, rdma)
+        _placements.known[key] = found
+    return found
+
+
+def _place(
+    driver: Any,
+    resident: LocationLike | Iterable[LocationLike] | None,
+    accessing: LocationLike | Iterable[LocationLike] | None,
+    access: Access | str,
+    shareable: HandleType | str | Iterable[HandleType | str] | None,
+    compressible: bool,
+    rdma: bool,
+) -> Placement:
     places = locations(device() if resident is None else resident, "resident")
     users = places if accessing is None else locations(accessing, "accessing")
     right = Access.parse(access)
     kinds = parse_handle_types(shareable)
     _check_reach(driver, users, places)
-    properties = AllocationProperties(places[0], kinds, compressible, rdma)
-    stripe = round_up(-(-number // len(places)), granule(driver, properties))
-    chunks = [(place, stripe) for place in places] if stripe else []
+    properties = tuple(AllocationProperties(one, kinds, compressible, rdma) for one in places)
     grants = tuple((user, right) for user in users)
-    buffer = Buffer(driver, chunks, properties, grants, parse_alignment(alignment))
-    if poison and number and right.writable:
-        buffer.fill(POISON)
-    return buffer
+    rights = dict(grants) if right.readable else {}
+    return Placement(properties, grants, rights, granule(driver, properties[0]))
 
 
 POISON = 0xCB
@@ -215,26 +272,18 @@ def map_new(
     handle = create_handle(driver, size, properties)
     try:
         driver.map(address, size, handle)
-    finally:
-        driver.release(handle)
+    except BaseException as error:
+        undo(error, driver.release, handle)
+        raise
     rollback.undo(driver.unmap, address, size)
-
-
-_granules: weakref.WeakKeyDictionary[Any, dict[AllocationProperties, int]] = weakref.WeakKeyDictionary()
+    driver.release(handle)
 
 
 def granule(driver: Any, properties: AllocationProperties) -> int:
     """Return the largest granularity over all locations of the driver, so that every migration is legal."""
-    known = _granules.setdefault(driver, {})
-    found = known.get(properties)
-    if found is None:
-        places = [one.location for one in devices()]
-        places += [
-            place for place in (Host(), *_host_nodes()) if not properties.handle_types or place != Host()
-        ]
-        found = max(_minimum(driver, at_place(properties, place)) for place in places)
-        known[properties] = found
-    return found
+    places = [one.location for one in devices()]
+    places += [place for place in (Host(), *_host_nodes()) if not properties.handle_types or place != Host()]
+    return max(_minimum(driver, at_place(properties, place)) for place in places)
 
 
 def _minimum(driver: Any, properties: AllocationProperties) -> int:
