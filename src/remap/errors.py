@@ -41,8 +41,7 @@ class RemapError(Exception):
 
 
 def _rebuild(kind: type[RemapError], args: tuple[Any, ...], state: dict[str, Any]) -> RemapError:
-    error = kind.__new__(kind, *args)
-    error.args = args
+    error = kind(*args)  # `args` are what each constructor takes by position
     error.__dict__.update(state)
     return error
 
@@ -97,6 +96,7 @@ class DriverNotFoundError(RemapError):
     def __init__(self, attempts: tuple[tuple[str, str], ...], *, next_step: str = "") -> None:
         listed = "; ".join(f"{name}: {reason}" for name, reason in attempts)
         super().__init__("no driver could be opened", rule=listed, next_step=next_step)
+        self.args = (attempts,)
         self.attempts = attempts
 
 
