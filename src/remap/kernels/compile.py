@@ -11,7 +11,7 @@ from remap.kernels import nvrtc
 from remap.kernels.image import Entry, Image, ImageKind
 
 
-def compile(  # noqa: A001 (remap.compile reads as it should)
+def compile(
     source: str,
     *,
     arch: str | Sequence[str] | None = None,

@@ -1,0 +1,204 @@
+"""Launch a kernel: check the configuration and the arguments, queue it, and note who uses what from then on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from remap.drivers.protocol import SupportsModules
+from remap.errors import LaunchError
+from remap.kernels.image import Parameter
+from remap.kernels.params import Arguments, Packer
+from remap.kernels.twin import Twin, runner
+from remap.sizes import Size, format_size, parse_size
+from remap.streams import Event, Queue, StreamLike, as_stream
+from remap.types import Access, Dim3, LaunchConfig, Touched
+
+if TYPE_CHECKING:
+    from remap.kernels.module import Module
+
+Extent: TypeAlias = int | Sequence[int]
+"""What is taken as a grid or a block: one to three extents."""
+
+_KEPT = 256  # configurations that one kernel remembers as checked
+
+
+class Kernel:
+    """A kernel of a module that can be launched. Made by `Module.function`, and alive as long as the module."""
+
+    def __init__(
+        self, module: Module, name: str, function: int | None, parameters: Sequence[Parameter] | None
+    ) -> None:
+        self.module = module
+        self.name = name
+        self._function = function
+        self._packer = Packer(name, parameters)
+        self._twin: Any = None
+        self._checked: dict[tuple[Extent, Extent, Size], LaunchConfig] = {}
+        self._shared_allowed = 0
+        self._asked = f"launch of {name}"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...] | None:
+        """The size and type of each parameter, as far as the image tells; None where it tells nothing."""
+        return self._packer.parameters
+
+    def host(self, twin: Twin) -> Twin:
+        """Register the function that runs in this kernel's place on the host driver, and return it. A decorator.
+
+        It is called once for each launch, with the launch and the arguments: an address is a `Pointer`, whose
+        `read(dtype, shape)` and `write(dtype, shape)` return arrays straight over memory; everything else is as it
+        was given. It must do what all threads of the kernel do together.
+        """
+        self._twin = runner(twin)
+        return twin
+
+    def launch(
+        self,
+        *arguments: Any,
+        grid: Extent,
+        block: Extent,
+        shared: Size = 0,
+        stream: StreamLike | None = None,
+    ) -> None:
+        """Queue the kernel on a stream of the module's device; does not wait.
+
+        `grid` counts blocks, `block` counts threads in each, with one to three extents; `shared` is the dynamic
+        shared memory of a block. Arguments are buffers and other memory (their address is passed), NumPy or ctypes
+        scalars, and Python numbers, which take the type of the parameter. Buffers stay in use until the stream has
+        passed: closing them waits.
+
+        Raises `LaunchError` if the configuration or an argument does not fit, and `AccessError`, `PausedError`,
+        `InUseError` or `ClosedError` for memory that the device may not use now; then nothing was launched.
+        Source: cuLaunchKernel.
+        """
+        module = self.module
+        module._check()
+        queue = as_stream(stream, module.device)
+        if queue.device is not module.device and queue.device != module.device:
+            raise LaunchError(
+                f"{self._asked} on a stream of {queue.device}",
+                rule=f"its module is loaded on {module.device}",
+                next_step="Load it on that device too: remap.load(…, device=…)",
+            )
+        try:
+            config = self._checked.get((grid, block, shared)) or self._check(grid, block, shared)
+        except TypeError:  # a list is no key
+            config = self._check(_extents("grid", grid), _extents("block", block), shared)
+        if self._function is None:
+            self._launch(self._twin or self._no_twin(), config, queue, self._packer.values(arguments))
+            return
+        packed = self._packer.pack(arguments)
+        try:
+            self._launch(self._function, config, queue, packed)
+        finally:
+            if packed.block is not None:
+                packed.block.give_back()
+
+    def _launch(self, function: Any, config: LaunchConfig, queue: Queue, packed: Arguments) -> None:
+        """Launch while every span among the arguments is kept from being taken away, then note the stream."""
+        device = queue.device
+        begun = 0
+        queued = None
+        try:
+            for span in packed.spans:
+                span._begin_use(self._asked, device.location, Access.READ)
+                begun += 1
+            with device.current():
+                for stream in packed.streams:
+                    _join(queue, stream)
+                device._driver.launch(function, config, queue.handle, packed, _touches(packed))
+            queued = queue
+        finally:
+            for span in packed.spans[:begun]:
+                span._end_use(queued)
+        self.module._uses.add(queue)
+
+    def _no_twin(self) -> Any:
+        raise LaunchError(
+            f"{self._asked} on the {self.module.device._driver.name} driver",
+            rule="compiled code does not run there",
+            next_step="Register what it does in Python: decorate a function with @kernel.host",
+        )
+
+    def _check(self, grid: Extent, block: Extent, shared: Size) -> LaunchConfig:
+        """Check a configuration against the limits of the device and the kernel, and remember it."""
+        blocks, threads = _extents("grid", grid), _extents("block", block)
+        shared_bytes = parse_size(shared, "shared")
+        config = LaunchConfig(blocks, threads, shared_bytes)
+        properties = self.module.device.properties
+        self._check_extents("blocks", blocks, properties.max_grid)
+        self._check_extents("threads", threads, properties.max_block)
+        most_threads, most_shared = properties.max_threads_per_block, properties.shared_memory_per_block_optin
+        static = 0
+        driver, function = self.module.device._driver, self._function
+        if function is not None and isinstance(driver, SupportsModules):
+            with self.module.device.current():
+                found = driver.function_attributes(function)
+                most_threads, static = found["max_threads_per_block"], found["shared_bytes"]
+                # Beyond what every device has, a kernel must be allowed to (CUDA programming guide, shared memory).
+                extra = shared_bytes > max(self._shared_allowed, properties.shared_memory_per_block - static)
+                if extra and static + shared_bytes <= most_shared:
+                    driver.set_dynamic_shared_limit(function, shared_bytes)
+                    self._shared_allowed = shared_bytes
+        total = threads[0] * threads[1] * threads[2]
+        if total > most_threads:
+            raise LaunchError(
+                f"{self._asked} with {total} threads a block",
+                rule=f"{self.module.device} takes at most {most_threads} for this kernel",
+            )
+        if static + shared_bytes > most_shared:
+            beside = f" beside {format_size(static)} of static" if static else ""
+            raise LaunchError(
+                f"{self._asked} with {format_size(shared_bytes)} of dynamic shared memory a block{beside}",
+                rule=f"{self.module.device} has {format_size(most_shared)}",
+            )
+        if len(self._checked) >= _KEPT:
+            self._checked.clear()
+        self._checked[grid, block, shared] = config
+        return config
+
+    def _check_extents(self, what: str, extents: Dim3, limits: Dim3) -> None:
+        for axis, extent, limit in zip("xyz", extents, limits, strict=True):
+            if extent < 1:
+                raise LaunchError(
+                    f"{self._asked} with {extent} {what} in {axis}",
+                    rule="every extent is 1 or more",
+                    next_step="Skip the launch where there is nothing to do",
+                )
+            if extent > limit:
+                rule = f"{self.module.device} takes at most {limit} there"
+                raise LaunchError(f"{self._asked} with {extent} {what} in {axis}", rule=rule)
+
+    def __repr__(self) -> str:
+        """Return the kernel's name and where it is from."""
+        return f"<remap.Kernel {self.name} of {self.module.image.name} on {self.module.device}>"
+
+
+def _extents(what: str, given: Extent) -> Dim3:
+    """Return one to three extents as three."""
+    try:
+        extents = [operator.index(extent) for extent in (given if isinstance(given, Sequence) else (given,))]
+    except TypeError:
+        extents = []
+    if not 1 <= len(extents) <= 3:
+        raise LaunchError(f"{what} {given!r}", rule="it is a whole number, or one to three of them")
+    x, y, z = (*extents, 1, 1)[:3]
+    return x, y, z
+
+
+def _touches(packed: Arguments) -> list[Touched] | None:
+    """Return what the kernel may touch: the spans it was given, or None if there is other memory among them."""
+    if not packed.traceable:
+        return None
+    return [Touched(span._address, span.size) for span in packed.spans]
+
+
+def _join(queue: Queue, stream: int) -> None:
+    """Let the launch wait for the work that another library has queued on its array (its interface names it)."""
+    if stream == queue.handle:
+        return
+    with Event(queue.device) as event:
+        queue.device._driver.record_event(event.handle, stream)
+        queue.device._driver.wait_event(queue.handle, event.handle)
