@@ -1,0 +1,120 @@
+"""A table of disjoint address intervals that is searched by address in logarithmic time.
+
+Two levels of short sorted lists, so that inserting into 100,000 intervals moves a few hundred entries and not all
+of them. A general sorted list (sortedcontainers) was measured first: finding a predecessor in it costs four times as
+much, since it thinks in positions, and every copy, fill and map begins with such a search.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+_LONGEST = 1024  # entries of one bucket before it is split
+
+
+class Interval(Protocol):
+    """Anything that occupies the addresses from `base` up to, and without, `end`."""
+
+    @property
+    def base(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+T = TypeVar("T", bound=Interval)
+
+
+class AddressMap(Generic[T]):
+    """Disjoint intervals in address order. Not locked: the caller holds the driver's table lock."""
+
+    __slots__ = ("_buckets", "_firsts", "_items")
+
+    def __init__(self) -> None:
+        self._items: dict[int, T] = {}
+        self._buckets: list[list[int]] = []
+        self._firsts: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        for bucket in self._buckets:
+            for base in bucket:
+                yield self._items[base]
+
+    def at(self, address: int) -> T | None:
+        """Return the interval that holds an address."""
+        position = bisect_right(self._firsts, address) - 1
+        if position < 0:
+            return None
+        bucket = self._buckets[position]
+        item = self._items[bucket[bisect_right(bucket, address) - 1]]
+        return item if address < item.end else None
+
+    def starting_at(self, base: int) -> T | None:
+        """Return the interval with exactly this base."""
+        return self._items.get(base)
+
+    def overlapping(self, start: int, end: int) -> list[T]:
+        """Return every interval that shares an address with [start, end), in order."""
+        position = bisect_right(self._firsts, start) - 1
+        found: list[T] = []
+        index = 0
+        if position < 0:
+            position = 0
+        else:
+            bucket = self._buckets[position]
+            index = bisect_right(bucket, start) - 1
+            if self._items[bucket[index]].end <= start:
+                index += 1
+        items = self._items
+        while position < len(self._buckets):
+            bucket = self._buckets[position]
+            stop = bisect_left(bucket, end, index)
+            found += [items[base] for base in bucket[index:stop]]
+            if stop < len(bucket):
+                break
+            position, index = position + 1, 0
+        return found
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Tell whether any interval shares an address with [start, end)."""
+        # Of disjoint intervals, the last one that begins before `end` also ends last.
+        position = bisect_left(self._firsts, end) - 1
+        if position < 0:
+            return False
+        bucket = self._buckets[position]
+        return self._items[bucket[bisect_left(bucket, end) - 1]].end > start
+
+    def insert(self, item: T) -> None:
+        """Add an interval that overlaps none of the others."""
+        base = item.base
+        self._items[base] = item
+        if not self._buckets:
+            self._buckets.append([base])
+            self._firsts.append(base)
+            return
+        position = max(bisect_right(self._firsts, base) - 1, 0)
+        bucket = self._buckets[position]
+        insort(bucket, base)
+        if bucket[0] == base:
+            self._firsts[position] = base
+        if len(bucket) > _LONGEST:
+            half = bucket[_LONGEST // 2 :]
+            del bucket[_LONGEST // 2 :]
+            self._buckets.insert(position + 1, half)
+            self._firsts.insert(position + 1, half[0])
+
+    def remove(self, item: T) -> None:
+        """Take out an interval that is in the table."""
+        base = item.base
+        del self._items[base]
+        position = bisect_right(self._firsts, base) - 1
+        bucket = self._buckets[position]
+        del bucket[bisect_left(bucket, base)]
+        if not bucket:
+            del self._buckets[position], self._firsts[position]
+        elif bucket[0] != self._firsts[position]:
+            self._firsts[position] = bucket[0]

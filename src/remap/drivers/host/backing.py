@@ -1,0 +1,192 @@
+"""Where bytes really are: memory files of Linux.
+
+Unshareable memory is extents of one arena file per location. Neighbouring mappings of neighbouring extents are one
+mapping to the kernel, which is what lets a process hold 100,000 of them. Shareable memory has a file of its own,
+since whoever is handed a descriptor can see the whole file, sealed against resizing, since a file that shrinks kills
+those who read it.
+
+This is the one module to write again for another operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+from typing import NamedTuple
+
+from remap.drivers.host import linux
+from remap.types import Location, LocationKind
+
+# From <linux/fcntl.h>; Python's fcntl module has them on Linux only, so that a checker elsewhere would complain.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+_GROWTH = 1 << 40
+_NAME = re.compile(r"/memfd:remap (device|host|host_numa) (\d{1,4}) \(deleted\)")
+
+
+class Extent(NamedTuple):
+    """A part of a memory file."""
+
+    fd: int
+    offset: int
+
+
+class FileIdentity(NamedTuple):
+    """What tells one file from every other while it is open."""
+
+    device: int
+    inode: int
+
+
+def _memory_file(location: Location) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    return os.memfd_create(f"remap {location.kind.value} {location.index}", flags)
+
+
+class Files:
+    """The memory files that a driver holds open."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._arenas: dict[Location, Arena] = {}
+        self._shared: dict[FileIdentity, SharedFile] = {}
+
+    def arena(self, location: Location) -> Arena:
+        """Return the arena of a location, made on first use."""
+        arena = self._arenas.get(location)
+        if arena is None:
+            arena = self._arenas[location] = Arena(self._keep(_memory_file(location)))
+        return arena
+
+    def create_sealed(self, location: Location, size: int) -> SharedFile:
+        """Create a memory file of exactly `size` zero bytes that nobody can resize; raises `OSError`."""
+        fd = self._keep(_memory_file(location))
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        except OSError:
+            self._close(fd)
+            raise
+        file = self._shared[identity(fd)] = SharedFile(fd, size)
+        return file
+
+    def adopt(self, fd: int) -> SharedFile:
+        """Return the shared file behind another's descriptor, which stays the other's.
+
+        A file that this driver knows already is used again, so that its memory is counted once.
+        """
+        key = identity(fd)
+        file = self._shared.get(key)
+        if file is None:
+            file = self._shared[key] = SharedFile(self._keep(os.dup(fd)), 0)
+        else:
+            file.users += 1
+        return file
+
+    def leave(self, file: SharedFile) -> int:
+        """Drop one user of a file and return the bytes of budget that this frees."""
+        file.users -= 1
+        if file.users:
+            return 0
+        del self._shared[identity(file.fd)]
+        self._close(file.fd)
+        return file.charged
+
+    def _close(self, fd: int) -> None:
+        self._open.remove(fd)
+        os.close(fd)
+
+    def _keep(self, fd: int) -> int:
+        self._open.add(fd)
+        return fd
+
+    def close_all(self) -> None:
+        """Close everything; memory that nobody else holds is gone."""
+        while self._open:
+            with contextlib.suppress(OSError):
+                os.close(self._open.pop())
+        self._arenas.clear()
+        self._shared.clear()
+
+    def after_fork(self) -> None:
+        """Close the child's copies of the descriptors; the parent's stay open."""
+        self.close_all()
+
+
+class SharedFile:
+    """A sealed file with how many allocations stand on it, and the bytes it took from this driver's budget."""
+
+    __slots__ = ("charged", "fd", "users")
+
+    def __init__(self, fd: int, charged: int) -> None:
+        self.fd = fd
+        self.charged = charged
+        self.users = 1
+
+
+class Arena:
+    """A sparse file that hands out extents in ascending order.
+
+    An extent is never used again: offsets of a sparse file cost nothing (8 EiB last for years of allocating at full
+    speed), allocations made one after the other stay neighbours whatever was freed before, and new memory reads
+    zero with no clearing. What costs something, the pages, goes back to the kernel when an extent is freed.
+    """
+
+    __slots__ = ("_end", "_size", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._end = 0
+        self._size = 0
+
+    def allocate(self, size: int) -> Extent:
+        """Return a fresh extent of zero bytes; raises `OSError`."""
+        offset = self._end
+        if offset + size > self._size:
+            try:
+                grown = offset + size + _GROWTH
+                os.ftruncate(self.fd, grown)
+            except OSError:  # a limit on the size of files (ulimit -f): take only what is needed
+                grown = offset + size
+                os.ftruncate(self.fd, grown)
+            self._size = grown
+        self._end = offset + size
+        return Extent(self.fd, offset)
+
+    def free(self, offset: int, size: int) -> None:
+        """Give the pages of an extent back. Needs no lock, as nobody else will ever be given the extent."""
+        linux.punch_hole(self.fd, offset, size)
+
+
+def identity(fd: int) -> FileIdentity:
+    """Return what identifies the file behind a descriptor."""
+    status = os.fstat(fd)
+    return FileIdentity(status.st_dev, status.st_ino)
+
+
+def inspect(fd: int, granularity: int) -> tuple[Location, int]:
+    """Return the location and the size of memory that another process shares.
+
+    The descriptor is hostile input: anything but a sealed memory file of this library raises `ValueError` or
+    `OSError`, so that what was accepted cannot shrink under its readers.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("the descriptor is no memory file")
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        raise ValueError("the descriptor is no memory file") from None
+    if seals & _SEALS != _SEALS:
+        raise ValueError(
+            "the memory file is not sealed against resizing, so it could shrink under its readers"
+        )
+    if status.st_size == 0 or status.st_size % granularity:
+        raise ValueError(f"the memory file's size, {status.st_size}, is no multiple of the granularity")
+    name = _NAME.fullmatch(os.readlink(f"/proc/self/fd/{fd}"))
+    if name is None:
+        raise ValueError("the memory file was not made by a host driver of remap")
+    return Location(LocationKind(name[1]), int(name[2])), status.st_size

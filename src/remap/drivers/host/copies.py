@@ -1,0 +1,150 @@
+"""Copies and fills: checked and logged at the call, done on the stream's thread (T9)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from remap.drivers.host import linux
+from remap.drivers.host.contexts import Contexts
+from remap.drivers.host.machine import Machine
+from remap.drivers.host.memory import Memory, invalid
+from remap.drivers.host.plain import PlainMemory
+from remap.drivers.host.streams import Streams
+from remap.drivers.host.work import Region
+from remap.errors import DriverError
+from remap.sizes import format_size
+
+_BLOCK = 1 << 20  # bytes of a pattern that are built up once and then copied on; they fit into a cache
+
+
+class Spans:
+    """Finds the memory behind an address range and checks a device's right to it."""
+
+    def __init__(self, memory: Memory, plain: PlainMemory) -> None:
+        self._memory = memory
+        self._plain = plain
+
+    def regions(
+        self, device: int, address: int, size: int, writes: bool, strict: bool
+    ) -> Sequence[Region] | str:
+        """Return the regions that make up a range, or the rule that `device` would break by using it.
+
+        A range may run over several neighbouring mappings; a plain allocation ends where it ends. `strict` is how
+        kernels see plain memory: only their own device's. The caller holds the table lock.
+        """
+        end = address + size
+        mappings = self._memory.space.mappings
+        found: list[Region] = []
+        while address < end:
+            region: Region | None = mappings.at(address)
+            if region is None and not found:
+                region = self._plain.regions.at(address)
+            if region is None:
+                return f"nothing is mapped at {address:#x}"
+            if region.plain and region.end < end:
+                return f"it runs over the end of the allocation of {region.end - region.base} bytes at {region.base:#x}"
+            if strict or not region.plain:
+                if not region.readers >> device & 1:
+                    return f"device {device} has no access to the memory at {region.base:#x}"
+                if writes and not region.writers >> device & 1:
+                    return f"device {device} may only read the memory at {region.base:#x}"
+            found.append(region)
+            address = region.end
+        return found
+
+    def overlapping(self, start: int, end: int) -> Sequence[Region]:
+        """Return everything that shares an address with a range. The caller holds the table lock."""
+        return [
+            *self._memory.space.mappings.overlapping(start, end),
+            *self._plain.regions.overlapping(start, end),
+        ]
+
+    def is_ours(self, address: int) -> bool:
+        """Tell whether an address belongs to the driver (and must be checked even where host memory is meant)."""
+        return (
+            self._memory.space.reservations.at(address) is not None
+            or self._plain.regions.at(address) is not None
+        )
+
+
+class Copies:
+    """The calls that move and set bytes in the current context."""
+
+    def __init__(self, machine: Machine, contexts: Contexts, streams: Streams, spans: Spans) -> None:
+        self._machine = machine
+        self._contexts = contexts
+        self._streams = streams
+        self._spans = spans
+
+    def copy(
+        self, call: str, destination: int, source: int, size: int, stream_handle: int, host: str = ""
+    ) -> None:
+        """Queue a copy; `host` says which end, if any, is host memory: `"source"` or `"destination"`."""
+        device = self._contexts.device(call)
+        stream = self._streams.find(call, stream_handle)
+        if size < 0:
+            raise invalid(call, f"{size} bytes", "sizes are 0 or more")
+        if size == 0:
+            return
+        with self._machine.lock:
+            target = self._end(call, device, destination, size, True, host == "destination")
+            origin = self._end(call, device, source, size, False, host == "source")
+            work = self._streams.submit(stream, "a copy", lambda: linux.copy(destination, source, size))
+            for region in target:
+                region.record(work, True)
+            for region in origin:
+                region.record(work, False)
+
+    def _end(
+        self, call: str, device: int, address: int, size: int, writes: bool, host: bool
+    ) -> Sequence[Region]:
+        if host and not self._spans.is_ours(address):
+            if not address:
+                raise invalid(call, f"{size} bytes of host memory at address 0", "no memory is there")
+            return ()
+        found = self._spans.regions(device, address, size, writes, strict=False)
+        if isinstance(found, str):
+            raise _refused(call, "write" if writes else "read", address, size, found)
+        return found
+
+    def fill(self, address: int, value: int, width: int, count: int, stream_handle: int) -> None:
+        """Queue a fill."""
+        call = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}.get(width)
+        if call is None:
+            raise invalid("cuMemsetD8Async", f"width {width}", "a fill writes elements of 1, 2 or 4 bytes")
+        device = self._contexts.device(call)
+        stream = self._streams.find(call, stream_handle)
+        if not 0 <= value < 1 << 8 * width:
+            raise invalid(call, f"value {value}", f"it does not fit into {width} bytes without sign")
+        if count < 0 or address % width:
+            rule = f"the address must be a multiple of {width}, and the count 0 or more"
+            raise invalid(call, f"{count} elements at {address:#x}", rule)
+        if count == 0:
+            return
+        size = width * count
+        with self._machine.lock:
+            found = self._spans.regions(device, address, size, True, strict=False)
+            if isinstance(found, str):
+                raise _refused(call, "fill", address, size, found)
+            pattern = value.to_bytes(width, "little")
+            work = self._streams.submit(stream, "a fill", lambda: _fill(address, pattern, size))
+            for region in found:
+                region.record(work, True)
+
+
+def _fill(address: int, pattern: bytes, size: int) -> None:
+    if pattern == pattern[:1] * len(pattern):
+        ctypes.memset(address, pattern[0], size)
+        return
+    done = len(pattern)
+    ctypes.memmove(address, pattern, done)
+    while done < size:
+        step = min(done, _BLOCK, size - done)
+        ctypes.memmove(address + done, address, step)
+        done += step
+
+
+def _refused(call: str, verb: str, address: int, size: int, rule: str) -> DriverError:
+    step = "Map memory there, or grant the device access with set_access"
+    return invalid(call, f"{verb} of {format_size(size)} at {address:#x}", rule, step)

@@ -1,0 +1,348 @@
+"""The host driver: CUDA's rules of memory, streams and contexts on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from remap.drivers.host import linux
+from remap.drivers.host.backing import Files
+from remap.drivers.host.contexts import Contexts
+from remap.drivers.host.copies import Copies, Spans
+from remap.drivers.host.devices import Devices
+from remap.drivers.host.events import Events
+from remap.drivers.host.launch import Launches
+from remap.drivers.host.machine import Machine, Peers, check_options
+from remap.drivers.host.memory import Memory, invalid
+from remap.drivers.host.plain import PlainMemory
+from remap.drivers.host.streams import Streams
+from remap.drivers.host.work import OpaqueWork
+from remap.errors import CudaResult, RemapError, driver_error
+from remap.sizes import MiB, Size
+from remap.types import (
+    Access,
+    AddressRange,
+    AllocationProperties,
+    Capability,
+    DeviceProperties,
+    Grants,
+    Granularity,
+    LaunchConfig,
+    Location,
+    LocationKind,
+    MemoryInfo,
+    PackedArguments,
+    PointerInfo,
+    Touched,
+)
+
+
+class HostDriver:
+    """A driver whose devices are budgets of this machine's memory; implements the `Driver` protocol.
+
+    `devices` of them have `memory` bytes each (or one size for each device) and `clock_khz` for their speed. `peers`
+    says who reaches whom: `"all"`, `"none"`, or a matrix. Host-located memory has a budget of its own, `host_memory`,
+    over all `numa_nodes`. `coherent` lets the CPU be granted access to device memory. `compression` grants what
+    compressible memory asks for. `capabilities` switches features off by name, to see how a program does without.
+
+    The defaults fit a machine with 1 GiB of memory, as pages are only taken when they are written.
+
+    Happens-before: unmapping, freeing and lowering access are refused with `InUseError` while work that uses the
+    memory has not been waited for, whether it has finished by chance or not. Only waits and successful queries count;
+    there is one host clock for all threads, as the ways in which they wait for each other cannot be seen from here.
+    """
+
+    lock: AbstractContextManager[Any]
+
+    def __init__(
+        self,
+        *,
+        devices: int = 2,
+        memory: Size | Sequence[Size] = 512 * MiB,
+        host_memory: Size = 1024 * MiB,
+        granularity: Size = 2 * MiB,
+        peers: Peers = "all",
+        numa_nodes: int = 1,
+        clock_khz: int | Sequence[int] = 1_000_000,
+        coherent: bool = False,
+        compression: bool = False,
+        capabilities: Mapping[str, bool] | None = None,
+    ) -> None:
+        if sys.platform != "linux":
+            raise RemapError(
+                "the host driver cannot be opened",
+                rule=f"it is made of Linux memory files, and this platform is {sys.platform}",
+                next_step="Use Linux, or a container with it",
+            )
+        options = check_options(
+            devices=devices,
+            memory=memory,
+            host_memory=host_memory,
+            granularity=granularity,
+            peers=peers,
+            numa_nodes=numa_nodes,
+            clock_khz=clock_khz,
+            coherent=coherent,
+            compression=compression,
+            capabilities=capabilities or {},
+        )
+        self.lock = threading.RLock()
+        machine = self._machine = Machine(options)
+        self._guard = machine.guard
+        files = self._files = Files()
+        machine.guard.watch_forks(files)
+        opaque = OpaqueWork()
+        self._devices = Devices(machine)
+        self._contexts = Contexts(machine, self._devices)
+        self._memory = Memory(machine, self._devices, files, opaque)
+        self._plain = PlainMemory(machine, self._memory, files, opaque)
+        self._streams = Streams(machine, self._contexts)
+        self._events = Events(machine, self._contexts, self._streams)
+        spans = Spans(self._memory, self._plain)
+        self._copies = Copies(machine, self._contexts, self._streams, spans)
+        self._launches = Launches(machine, self._devices, self._contexts, self._streams, spans, opaque)
+
+    @property
+    def name(self) -> str:
+        return "host"
+
+    def version(self) -> str:
+        try:
+            own = version("remap")
+        except PackageNotFoundError:  # run from a source tree that was not installed
+            own = "unknown"
+        return f"host driver {own} on Linux {platform.release()}, page {linux.PAGE}"
+
+    def shutdown(self) -> None:
+        if self._guard.close():
+            self._streams.shut_down()
+            self._plain.shut_down()
+            self._memory.shut_down()
+            self._files.close_all()
+
+    def __repr__(self) -> str:
+        return f"<HostDriver of {self._machine.options.devices} devices in process {os.getpid()}>"
+
+    # -- devices --
+
+    def device_count(self) -> int:
+        self._guard.check("cuDeviceGetCount")
+        return self._machine.options.devices
+
+    def device_properties(self, device: int) -> DeviceProperties:
+        self._guard.check("cuDeviceGetAttribute")
+        return self._devices.properties(device)
+
+    def capabilities(self, device: int) -> Mapping[str, Capability]:
+        self._guard.check("cuDeviceGetAttribute")
+        return self._devices.capabilities(device)
+
+    def can_access_peer(self, device: int, other: int) -> bool:
+        self._guard.check("cuDeviceCanAccessPeer")
+        return self._devices.can_access_peer(device, other)
+
+    # -- contexts --
+
+    def retain_context(self, device: int) -> int:
+        self._guard.check("cuDevicePrimaryCtxRetain")
+        return self._contexts.retain(device)
+
+    def release_context(self, device: int) -> None:
+        call = "cuDevicePrimaryCtxRelease"
+        self._guard.check(call)
+        if self._contexts.release(device):
+            # As on CUDA, what lives in a context goes with it, and memory that is not bound to one stays.
+            self._streams.synchronize_device(call, device)
+            self._streams.close_device(device)
+            self._events.close_device(device)
+            self._plain.close_device(device)
+
+    def current_context(self) -> int:
+        self._guard.check("cuCtxGetCurrent")
+        return self._contexts.current()
+
+    def push_context(self, context: int) -> None:
+        self._guard.check("cuCtxPushCurrent")
+        self._contexts.push(context)
+
+    def pop_context(self) -> int:
+        self._guard.check("cuCtxPopCurrent")
+        return self._contexts.pop()
+
+    def synchronize_context(self) -> None:
+        call = "cuCtxSynchronize"
+        self._guard.check(call)
+        self._streams.synchronize_device(call, self._contexts.device(call))
+
+    # -- physical allocations, reservations, mappings --
+
+    def granularity(self, properties: AllocationProperties) -> Granularity:
+        self._guard.check("cuMemGetAllocationGranularity")
+        return self._memory.granularity(properties)
+
+    def create(self, size: int, properties: AllocationProperties) -> int:
+        self._guard.check("cuMemCreate")
+        return self._memory.create(size, properties)
+
+    def release(self, handle: int) -> None:
+        self._guard.check("cuMemRelease")
+        self._memory.release(handle)
+
+    def retain(self, address: int) -> int:
+        self._guard.check("cuMemRetainAllocationHandle")
+        return self._memory.retain(address)
+
+    def properties_of(self, handle: int) -> AllocationProperties:
+        self._guard.check("cuMemGetAllocationPropertiesFromHandle")
+        return self._memory.properties_of(handle)
+
+    def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
+        self._guard.check("cuMemAddressReserve")
+        return self._memory.reserve(size, alignment, hint)
+
+    def free_range(self, address: int, size: int) -> None:
+        self._guard.check("cuMemAddressFree")
+        self._memory.free_range(address, size)
+
+    def map(self, address: int, size: int, handle: int, offset: int = 0) -> None:
+        self._guard.check("cuMemMap")
+        self._memory.map(address, size, handle, offset)
+
+    def unmap(self, address: int, size: int) -> None:
+        self._guard.check("cuMemUnmap")
+        self._memory.unmap(address, size)
+
+    def set_access(self, address: int, size: int, grants: Grants) -> None:
+        self._guard.check("cuMemSetAccess")
+        self._memory.set_access(address, size, grants)
+
+    def get_access(self, address: int, location: Location) -> Access:
+        self._guard.check("cuMemGetAccess")
+        return self._memory.get_access(address, location)
+
+    def address_range(self, address: int) -> AddressRange:
+        call = "cuMemGetAddressRange"
+        self._guard.check(call)
+        found = self._memory.address_range(address) or self._plain.address_range(address)
+        if found is None:
+            rule = "nothing is mapped there, or nobody has access to it"
+            raise driver_error(call, CudaResult.NOT_FOUND, asked=f"address {address:#x}", rule=rule)
+        return found
+
+    def pointer_info(self, address: int) -> PointerInfo:
+        call = "cuPointerGetAttribute"
+        self._guard.check(call)
+        found = self._memory.pointer_info(address) or self._plain.pointer_info(address)
+        if found is None:
+            raise invalid(call, f"address {address:#x}", "nothing is mapped there")
+        return found
+
+    # -- the current context: memory, copies, fills --
+
+    def memory_info(self) -> MemoryInfo:
+        call = "cuMemGetInfo"
+        self._guard.check(call)
+        budget = self._machine.budget(Location(LocationKind.DEVICE, self._contexts.device(call)))
+        return budget.info()
+
+    def allocate(self, size: int) -> int:
+        call = "cuMemAlloc"
+        self._guard.check(call)
+        return self._plain.allocate(self._contexts.device(call), size)
+
+    def free(self, address: int) -> None:
+        call = "cuMemFree"
+        self._guard.check(call)
+        self._contexts.device(call)
+        self._streams.synchronize_device(call, self._plain.find(address).slab.device)
+        self._plain.free(address)
+
+    def copy_to_device(self, address: int, source: int, size: int, stream: int) -> None:
+        call = "cuMemcpyHtoDAsync"
+        self._guard.check(call)
+        self._copies.copy(call, address, source, size, stream, host="source")
+
+    def copy_to_host(self, destination: int, address: int, size: int, stream: int) -> None:
+        call = "cuMemcpyDtoHAsync"
+        self._guard.check(call)
+        self._copies.copy(call, destination, address, size, stream, host="destination")
+
+    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        call = "cuMemcpyDtoDAsync"
+        self._guard.check(call)
+        self._copies.copy(call, destination, source, size, stream)
+
+    def fill(self, address: int, value: int, width: int, count: int, stream: int) -> None:
+        self._guard.check("cuMemsetD8Async")
+        self._copies.fill(address, value, width, count, stream)
+
+    # -- streams and events --
+
+    def create_stream(self, nonblocking: bool = True, priority: int = 0) -> int:
+        self._guard.check("cuStreamCreateWithPriority")
+        return self._streams.create(nonblocking, priority)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._guard.check("cuStreamDestroy")
+        self._streams.destroy(stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._guard.check("cuStreamSynchronize")
+        self._streams.synchronize(stream)
+
+    def stream_done(self, stream: int) -> bool:
+        self._guard.check("cuStreamQuery")
+        return self._streams.done(stream)
+
+    def stream_capturing(self, stream: int) -> bool:
+        call = "cuStreamIsCapturing"
+        self._guard.check(call)
+        self._streams.find(call, stream)
+        return False
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self._guard.check("cuStreamWaitEvent")
+        self._events.wait(stream, event)
+
+    def create_event(self, timing: bool = False) -> int:
+        self._guard.check("cuEventCreate")
+        return self._events.create(timing)
+
+    def destroy_event(self, event: int) -> None:
+        self._guard.check("cuEventDestroy")
+        self._events.destroy(event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._guard.check("cuEventRecord")
+        self._events.record(event, stream)
+
+    def synchronize_event(self, event: int) -> None:
+        self._guard.check("cuEventSynchronize")
+        self._events.synchronize(event)
+
+    def event_done(self, event: int) -> bool:
+        self._guard.check("cuEventQuery")
+        return self._events.done(event)
+
+    def elapsed(self, start: int, end: int) -> float:
+        self._guard.check("cuEventElapsedTime")
+        return self._events.elapsed(start, end)
+
+    # -- kernels --
+
+    def launch(
+        self,
+        function: int | Callable[..., None],
+        config: LaunchConfig,
+        stream: int,
+        arguments: PackedArguments,
+        touches: Sequence[Touched] | None,
+    ) -> None:
+        self._guard.check("cuLaunchKernel")
+        self._launches.launch(function, config, stream, arguments, touches)

@@ -1,0 +1,186 @@
+"""The simulated machine: what `HostDriver(...)` was asked to be, and the state that all its parts share."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import SupportsIndex, TypeAlias, TypeVar
+
+from remap.drivers.host import linux
+from remap.drivers.host.guard import Guard
+from remap.errors import CudaResult, InvalidValueError, driver_error
+from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
+from remap.types import CAPABILITIES, Location, LocationKind, MemoryInfo
+
+T = TypeVar("T")
+Peers: TypeAlias = str | Sequence[Sequence[bool]]
+"""`"all"`, `"none"`, or a matrix whose row `i` says which devices device `i` reaches."""
+
+
+class Machine:
+    """The state that all parts of one driver share.
+
+    `lock` guards every table of the driver. It is held for a few microseconds at a time, never while waiting for
+    work or copying bytes; whoever holds it may take a stream's own lock, never the other way round.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.lock = threading.Lock()
+        self.guard = Guard()
+        # One counter for every kind of handle: a stream's can then never be taken for an event's. The first ones
+        # are left out, as CUDA gives 0, 1 and 2 a meaning as streams.
+        self.handles = itertools.count(16)
+        self.budgets = {
+            Location(LocationKind.DEVICE, index): Budget(f"device {index}", size)
+            for index, size in enumerate(options.memory)
+        }
+        self.host_budget = Budget("the host", options.host_memory)
+        # Counts the launches that may touch anything; a mapping remembers how many there were before it.
+        self.tick = 0
+        self.guard.watch_forks(self)
+
+    def after_fork(self) -> None:
+        """Renew the lock: in the child, a thread that does not exist there may hold it."""
+        self.lock = threading.Lock()
+
+    def budget(self, location: Location) -> Budget:
+        """Return what pays for memory at a location that exists."""
+        return self.budgets[location] if location.is_device else self.host_budget
+
+    def exists(self, location: Location) -> bool:
+        """Tell whether the machine has such a location."""
+        if location.kind is LocationKind.DEVICE:
+            return 0 <= location.index < self.options.devices
+        if location.kind is LocationKind.HOST_NUMA:
+            return 0 <= location.index < self.options.numa_nodes
+        return True
+
+    def bit(self, location: Location) -> int:
+        """Return the bit that stands for a location that exists, in sets of locations: devices come first."""
+        if location.kind is LocationKind.DEVICE:
+            return 1 << location.index
+        if location.kind is LocationKind.HOST:
+            return 1 << self.options.devices
+        return 1 << (self.options.devices + 1 + location.index)
+
+
+class Budget:
+    """The physical memory of one place: a figure that allocations take from and give back to."""
+
+    __slots__ = ("name", "total", "used")
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name = name
+        self.total = total
+        self.used = 0
+
+    def take(self, call: str, size: int) -> None:
+        """Take `size` bytes, or raise OUT_OF_MEMORY saying what is free."""
+        if size > self.total - self.used:
+            raise driver_error(
+                call,
+                CudaResult.OUT_OF_MEMORY,
+                asked=f"{format_size(size)} of memory on {self.name}",
+                rule=f"{format_size(self.total - self.used)} of {format_size(self.total)} are free",
+                next_step="Free other memory there, or open the host driver with more",
+            )
+        self.used += size
+
+    def info(self) -> MemoryInfo:
+        """Return what is free, and the total."""
+        return MemoryInfo(self.total - self.used, self.total)
+
+    def give(self, size: int) -> None:
+        """Give back what was taken."""
+        self.used -= size
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the machine is made of, checked; the arguments of `HostDriver`."""
+
+    memory: tuple[int, ...]
+    host_memory: int
+    granularity: int
+    peers: tuple[tuple[bool, ...], ...]
+    numa_nodes: int
+    clock_khz: tuple[int, ...]
+    coherent: bool
+    compression: bool
+    capabilities: Mapping[str, bool] = field(default_factory=dict[str, bool])
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(self.memory)
+
+
+def check_options(
+    *,
+    devices: int,
+    memory: Size | Sequence[Size],
+    host_memory: Size,
+    granularity: Size,
+    peers: Peers,
+    numa_nodes: int,
+    clock_khz: int | Sequence[int],
+    coherent: bool,
+    compression: bool,
+    capabilities: Mapping[str, bool],
+) -> Options:
+    """Return the options of a machine; raises `InvalidValueError` naming the one that cannot be."""
+    if not 1 <= devices <= 64:
+        raise InvalidValueError(f"devices={devices}", rule="a machine has 1 to 64 devices")
+    if not 1 <= numa_nodes <= 64:
+        raise InvalidValueError(f"numa_nodes={numa_nodes}", rule="a machine has 1 to 64 NUMA nodes")
+    granule = parse_size(granularity, "granularity")
+    if not is_power_of_two(granule) or granule % linux.PAGE:
+        rule = f"it must be a power of two and a multiple of the page size ({linux.PAGE} bytes)"
+        raise InvalidValueError(f"granularity={granularity!r}", rule=rule)
+    each = [memory] * devices if isinstance(memory, (str, SupportsIndex)) else memory
+    sizes = [parse_size(one, "memory") for one in _per_device(each, devices, "memory")]
+    for size in sizes:
+        check_aligned(size, granule, "memory")
+    clocks = [clock_khz] * devices if isinstance(clock_khz, int) else clock_khz
+    unknown = sorted(set(capabilities) - set(CAPABILITIES))
+    if unknown:
+        raise InvalidValueError(
+            f"capabilities={unknown}",
+            rule="there are no such capabilities",
+            next_step=f"The names are {', '.join(CAPABILITIES)}",
+        )
+    return Options(
+        memory=tuple(sizes),
+        host_memory=parse_size(host_memory, "host_memory"),
+        granularity=granule,
+        peers=_peer_matrix(peers, devices),
+        numa_nodes=numa_nodes,
+        clock_khz=tuple(_per_device(clocks, devices, "clock_khz")),
+        coherent=coherent or capabilities.get("coherent", False),
+        compression=compression or capabilities.get("compression", False),
+        capabilities=dict(capabilities),
+    )
+
+
+def _per_device(each: Sequence[T], devices: int, what: str) -> Sequence[T]:
+    if len(each) != devices:
+        raise InvalidValueError(
+            f"{what}={each!r}", rule=f"give one value, or one for each of {devices} devices"
+        )
+    return each
+
+
+def _peer_matrix(peers: Peers, devices: int) -> tuple[tuple[bool, ...], ...]:
+    if isinstance(peers, str):
+        if peers not in {"all", "none"}:
+            raise InvalidValueError(
+                f"peers={peers!r}", rule='it is "all", "none" or a matrix of truth values'
+            )
+        return tuple(tuple(peers == "all" and i != j for j in range(devices)) for i in range(devices))
+    if len(peers) != devices or any(len(row) != devices for row in peers):
+        rule = f"{devices} devices need a matrix of {devices} rows with {devices} truth values each"
+        raise InvalidValueError(f"peers={peers!r}", rule=rule)
+    return tuple(tuple(bool(row[j]) and i != j for j in range(devices)) for i, row in enumerate(peers))

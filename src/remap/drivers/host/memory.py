@@ -1,0 +1,379 @@
+"""Physical allocations, reservations, mappings and access rights, by the rules of CUDA (T1 … T8, T11, T12)."""
+
+from __future__ import annotations
+
+from remap.drivers.host import linux
+from remap.drivers.host.backing import Extent, Files
+from remap.drivers.host.devices import Devices
+from remap.drivers.host.machine import Machine
+from remap.drivers.host.space import AddressSpace, Allocation, Mapping, system_error
+from remap.drivers.host.work import OpaqueWork, Work
+from remap.errors import CudaResult, DriverError, InUseError, driver_error
+from remap.sizes import format_size, is_power_of_two
+from remap.types import (
+    Access,
+    AddressRange,
+    AllocationProperties,
+    Grants,
+    Granularity,
+    Location,
+    LocationKind,
+    PointerInfo,
+)
+
+_INVALID = CudaResult.INVALID_VALUE
+
+
+def invalid(call: str, asked: str, rule: str, next_step: str = "") -> DriverError:
+    """Return the INVALID_VALUE error of a call."""
+    return driver_error(call, _INVALID, asked=asked, rule=rule, next_step=next_step)
+
+
+class Memory:
+    """The calls on memory objects, which need no context and wait for nothing."""
+
+    def __init__(self, machine: Machine, devices: Devices, files: Files, opaque: OpaqueWork) -> None:
+        self._machine = machine
+        self._devices = devices
+        self._files = files
+        self._opaque = opaque
+        self._granule = machine.options.granularity
+        self._all_devices = (1 << machine.options.devices) - 1
+        self.space = AddressSpace(self._granule)
+        self.allocations: dict[int, Allocation] = {}
+
+    # -- physical allocations --
+
+    def granularity(self, properties: AllocationProperties) -> Granularity:
+        """Return the granularities, which are the same for every location (T1)."""
+        self._check_properties("cuMemGetAllocationGranularity", properties)
+        return Granularity(self._granule, self._granule)
+
+    def create(self, size: int, properties: AllocationProperties) -> int:
+        """Take memory from the location's budget and give it a handle (T2)."""
+        call = "cuMemCreate"
+        self._check_properties(call, properties)
+        if size <= 0 or size % self._granule:
+            raise invalid(call, f"size {size}", self._multiple)
+        location = properties.location
+        budget = self._machine.budget(location)
+        found = properties
+        if properties.compressible and not self._machine.options.compression:
+            found = AllocationProperties(location, properties.handle_types, False, properties.rdma)
+        with self._machine.lock:
+            budget.take(call, size)
+            file = None
+            try:
+                if properties.handle_types:
+                    file = self._files.create_sealed(location, size)
+                    extent = Extent(file.fd, 0)
+                else:
+                    extent = self._files.arena(location).allocate(size)
+            except OSError as error:
+                budget.give(size)
+                raise system_error(call, error) from error
+            handle = next(self._machine.handles)
+            self.allocations[handle] = Allocation(handle, size, found, extent, file)
+        return handle
+
+    @property
+    def _multiple(self) -> str:
+        return f"sizes are positive multiples of the granularity, {format_size(self._granule)}"
+
+    def _check_properties(self, call: str, properties: AllocationProperties) -> None:
+        location = properties.location
+        if not self._machine.exists(location):
+            if location.is_device:
+                self._devices.check(call, location.index)
+            nodes = self._machine.options.numa_nodes
+            raise invalid(call, str(location), f"the NUMA nodes are numbered 0 to {nodes - 1}")
+        if location.kind is LocationKind.DEVICE:
+            self._devices.require(call, "vmm")
+        else:
+            self._devices.require(call, "host_vmm" if location.kind is LocationKind.HOST else "host_numa_vmm")
+        for kind in properties.handle_types:
+            if location.kind is LocationKind.HOST:
+                rule = "memory at the location HOST has no shareable handles"
+                raise invalid(call, f"{kind} at {location}", rule, "Use remap.HostNuma(node), or a device")
+            self._devices.require(call, kind.value)
+        if properties.rdma:
+            self._devices.require(call, "rdma")
+
+    def allocation(self, call: str, handle: int) -> Allocation:
+        """Return a live allocation by its handle."""
+        found = self.allocations.get(handle)
+        if found is None or not found.references:
+            raise invalid(call, f"handle {handle}", "it is not the handle of a live allocation")
+        return found
+
+    def release(self, handle: int) -> None:
+        """Drop a reference; the memory stays while it is mapped (T8)."""
+        with self._machine.lock:
+            found = self.allocation("cuMemRelease", handle)
+            found.references -= 1
+            dead = not found.references and not found.mappings
+            if dead:
+                del self.allocations[handle]
+        if dead:
+            self._bury(found)
+
+    def _bury(self, dead: Allocation) -> None:
+        # Outside the lock: giving back a GiB of pages takes long, and nobody can find this memory any more.
+        budget = self._machine.budget(dead.properties.location)
+        if dead.file is None:
+            self._files.arena(dead.properties.location).free(dead.extent.offset, dead.size)
+            with self._machine.lock:
+                budget.give(dead.size)
+        else:
+            with self._machine.lock:
+                budget.give(self._files.leave(dead.file))
+
+    def retain(self, address: int) -> int:
+        """Add a reference to what is mapped at an address (T8)."""
+        with self._machine.lock:
+            allocation = self._mapping("cuMemRetainAllocationHandle", address).allocation
+            allocation.references += 1
+            return allocation.handle
+
+    def properties_of(self, handle: int) -> AllocationProperties:
+        """Return what an allocation was found to be."""
+        with self._machine.lock:
+            return self.allocation("cuMemGetAllocationPropertiesFromHandle", handle).properties
+
+    # -- reservations --
+
+    def reserve(self, size: int, alignment: int, hint: int) -> int:
+        """Reserve an address range (T3)."""
+        call = "cuMemAddressReserve"
+        self._devices.require(call, "vmm")
+        if size <= 0 or size % self._granule:
+            raise invalid(call, f"size {size}", self._multiple)
+        if alignment and not is_power_of_two(alignment):
+            raise invalid(
+                call, f"alignment {alignment}", "an alignment is a power of two, or 0 for the default"
+            )
+        with self._machine.lock:
+            return self.space.reserve(size, alignment, hint).base
+
+    def free_range(self, address: int, size: int) -> None:
+        """Free exactly one reservation (T4)."""
+        call = "cuMemAddressFree"
+        with self._machine.lock:
+            found = self.space.reservations.starting_at(address)
+            if found is None or found.end != address + size:
+                rule = "it is not exactly one reservation"
+                raise invalid(call, _range(address, size), rule)
+            inside = self.space.mappings.overlapping(address, found.end)
+            if inside:
+                rule = f"{len(inside)} mappings are inside, the first at {inside[0].base:#x}"
+                raise invalid(call, _range(address, size), rule, "Unmap them first")
+            self.space.free(found)
+
+    # -- mappings --
+
+    def map(self, address: int, size: int, handle: int, offset: int) -> None:
+        """Map a whole allocation; nobody has access to the mapping yet (T5)."""
+        call = "cuMemMap"
+        space = self.space
+        with self._machine.lock:
+            allocation = self.allocation(call, handle)
+            if offset or size != allocation.size:
+                raise driver_error(
+                    call,
+                    CudaResult.NOT_SUPPORTED,
+                    asked=f"{size} bytes from offset {offset}",
+                    rule=f"only a whole allocation can be mapped: {allocation.size} bytes from offset 0",
+                )
+            if address % self._granule:
+                raise invalid(
+                    call, f"address {address:#x}", f"it is no multiple of {format_size(self._granule)}"
+                )
+            end = address + size
+            if not space.covers(address, end):
+                raise invalid(call, _range(address, size), "a part of it is not reserved")
+            if space.mappings.overlaps(address, end):
+                other = space.mappings.overlapping(address, end)[0]
+                rule = f"the mapping at {other.base:#x} is in the way"
+                raise invalid(call, _range(address, size), rule, "Unmap it first")
+            identity = next(self._machine.handles)
+            space.mappings.insert(Mapping(address, allocation, identity, self._machine.tick))
+            allocation.mappings += 1
+
+    def unmap(self, address: int, size: int) -> None:
+        """Unmap the whole mappings in a range (T7), or raise `InUseError` naming the work that may use one."""
+        call = "cuMemUnmap"
+        if size <= 0 or (address | size) % self._granule:
+            raise invalid(call, _range(address, size), self._multiple)
+        space = self.space
+        with self._machine.lock:
+            found = self._whole(call, address, size)
+            for mapping in found:
+                if mapping.reads or mapping.writes or self._opaque:
+                    self._check_unused(mapping, self._all_devices, "unmap")
+            try:
+                space.clear(found)
+            except OSError as error:
+                raise system_error(call, error) from error
+            dead: list[Allocation] = []
+            for mapping in found:
+                space.mappings.remove(mapping)
+                allocation = mapping.allocation
+                allocation.mappings -= 1
+                if not allocation.mappings and not allocation.references:
+                    del self.allocations[allocation.handle]
+                    dead.append(allocation)
+        for allocation in dead:
+            self._bury(allocation)
+
+    def _whole(self, call: str, address: int, size: int) -> list[Mapping]:
+        end = address + size
+        found = self.space.mappings.overlapping(address, end)
+        if found and (found[0].base < address or found[-1].end > end):
+            cut = found[0] if found[0].base < address else found[-1]
+            rule = f"it takes a part of the mapping at {_range(cut.base, cut.end - cut.base)}; mappings are whole"
+            raise invalid(call, _range(address, size), rule)
+        return found
+
+    def _check_unused(self, mapping: Mapping, devices: int, what: str, reads: bool = True) -> None:
+        work = mapping.unordered(devices, reads) or self._opaque.unordered(mapping, devices)
+        if work is not None:
+            raise in_use(f"{what} {_range(mapping.base, mapping.end - mapping.base)}", work)
+
+    def set_access(self, address: int, size: int, grants: Grants) -> None:
+        """Set the rights of locations on whole mappings (T6); others keep theirs."""
+        call = "cuMemSetAccess"
+        if not grants:
+            raise invalid(call, "no locations", "an access call names at least one")
+        keep, read, write, cpu = -1, 0, 0, 0
+        machine = self._machine
+        for location, access in grants:
+            if not machine.exists(location):
+                raise invalid(call, f"access for {location}", "this machine has no such location")
+            bit = machine.bit(location)
+            keep &= ~bit
+            read, write = read & ~bit, write & ~bit
+            if access is not Access.NONE:
+                read |= bit
+                if access is Access.READ_WRITE:
+                    write |= bit
+            if location.kind is not LocationKind.DEVICE:
+                cpu |= bit
+        with machine.lock:
+            found = self._whole(call, address, size)
+            position = address
+            for mapping in found:
+                if mapping.base != position:
+                    break
+                position = mapping.end
+                if mapping.allocation.properties.location.kind is LocationKind.DEVICE:
+                    self._check_grants(call, mapping, read | write, cpu)
+                lost_reads = mapping.readers & ~keep & ~read
+                lost_writes = mapping.writers & ~keep & ~write
+                if lost_reads or lost_writes:
+                    self._check_unused(mapping, lost_reads, "take access from")
+                    self._check_unused(mapping, lost_writes, "take write access from", reads=False)
+            if not found or position != address + size:
+                raise invalid(call, _range(address, size), "a part of it is not mapped")
+            self._grant(call, found, keep, read, write)
+
+    def _grant(self, call: str, found: list[Mapping], keep: int, read: int, write: int) -> None:
+        for mapping in found:
+            # Threads of this process act for every location, so the CPU gets the union of all rights.
+            if mapping.writers & keep | write:
+                mapping.wanted = linux.PROT_READ_WRITE
+            else:
+                mapping.wanted = linux.PROT_READ if mapping.readers & keep | read else linux.PROT_NONE
+        self.space.protect(call, found)
+        opaque = bool(self._opaque)
+        for mapping in found:
+            readers = mapping.readers & keep | read
+            if opaque and readers & ~mapping.readers:
+                self._note_grant(mapping, readers & ~mapping.readers)
+            mapping.readers = readers
+            mapping.writers = mapping.writers & keep | write
+
+    def _note_grant(self, mapping: Mapping, gained: int) -> None:
+        if mapping.granted is None:
+            mapping.granted = {}
+        for device in range(self._machine.options.devices):
+            if gained >> device & 1:
+                mapping.granted[device] = self._machine.tick
+
+    def _check_grants(self, call: str, mapping: Mapping, granted: int, cpu: int) -> None:
+        """Refuse what memory on a device cannot be granted to: the CPU, and devices that do not reach it."""
+        options = self._machine.options
+        home = mapping.allocation.properties.location
+        if cpu and not options.coherent:
+            rule = "the CPU cannot reach memory on a device"
+            asked = f"access for the host to memory on {home}"
+            raise driver_error(
+                call,
+                CudaResult.NOT_SUPPORTED,
+                asked=asked,
+                rule=rule,
+                next_step="Place the memory on the host",
+            )
+        for device in range(options.devices):
+            if granted >> device & 1 and not self._devices.reaches(device, home):
+                rule = "the devices are no peers"
+                raise invalid(call, f"access for device {device} to memory on {home}", rule)
+
+    def get_access(self, address: int, location: Location) -> Access:
+        """Return the right of a location at an address."""
+        call = "cuMemGetAccess"
+        if not self._machine.exists(location):
+            raise invalid(call, f"access of {location}", "this machine has no such location")
+        bit = self._machine.bit(location)
+        with self._machine.lock:
+            mapping = self._mapping(call, address)
+            if mapping.writers & bit:
+                return Access.READ_WRITE
+            return Access.READ if mapping.readers & bit else Access.NONE
+
+    # -- looking up addresses --
+
+    def _mapping(self, call: str, address: int) -> Mapping:
+        found = self.space.mappings.at(address)
+        if found is None:
+            raise invalid(call, f"address {address:#x}", "nothing is mapped there")
+        return found
+
+    def address_range(self, address: int) -> AddressRange | None:
+        """Return the mapping that holds an address, None where there is none or nobody has access (T12)."""
+        with self._machine.lock:
+            found = self.space.mappings.at(address)
+            if found is None or not found.readers:
+                return None
+            return AddressRange(found.base, found.end - found.base)
+
+    def pointer_info(self, address: int) -> PointerInfo | None:
+        """Return what is known of an address, None where nothing is mapped (T12)."""
+        with self._machine.lock:
+            found = self.space.mappings.at(address)
+            around = self.space.reservations.at(address)
+            if found is None or around is None:
+                return None
+            device = found.allocation.properties.location
+            index = device.index if device.is_device else -1
+            return PointerInfo(around.base, around.end - around.base, found.identity, index)
+
+    def shut_down(self) -> None:
+        """Unmap everything; the files are closed by their owner."""
+        with self._machine.lock:
+            for reservation in list(self.space.reservations):
+                linux.give_back(reservation.base, reservation.end - reservation.base)
+            self.space = AddressSpace(self._granule)
+            self.allocations.clear()
+
+
+def _range(address: int, size: int) -> str:
+    return f"{address:#x} + {format_size(size)}"
+
+
+def in_use(what: str, work: Work) -> InUseError:
+    """Return the error for taking memory away from under work that no wait orders before it."""
+    return InUseError(
+        f"cannot {what}",
+        rule=f"{work} may still use it, since nothing has waited for that work",
+        next_step="Synchronise the stream, or an event recorded after the work, first",
+    )

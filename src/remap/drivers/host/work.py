@@ -1,0 +1,135 @@
+"""Which work may still use which memory: happens-before, as far as the host has been told.
+
+Every stream numbers its work, and finishes it in that order. `Stream.known` is the number up to which the host knows
+that work is done: it is raised only by waits and successful queries, never by the work itself. So "is this use
+ordered before that unmapping?" is one comparison, and its answer does not depend on how fast anything ran: a copy
+that finished long ago, but which nobody waited for, is still a mistake, because on a GPU it might not have finished.
+
+There is one host for this purpose, not one for each thread: threads order themselves by means that a driver cannot
+see (a queue, a lock), so what one of them has waited for counts for all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from remap.drivers.host.streams import Stream
+
+_LONG = 16  # entries of one log before those that are done are swept out (streams come and go)
+
+Clock: TypeAlias = "dict[Stream, int]"
+"""For each stream, the number of the last work that is done when this point is reached."""
+
+
+class Work:
+    """One piece of queued work, as the logs of the memory it uses remember it."""
+
+    __slots__ = ("kind", "number", "stream", "tick")
+
+    def __init__(self, stream: Stream, number: int, kind: str, tick: int = 0) -> None:
+        self.stream = stream
+        self.number = number
+        self.kind = kind
+        self.tick = tick
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the host knows that this is done."""
+        return self.number <= self.stream.known
+
+    def __str__(self) -> str:
+        return f"{self.kind} (work {self.number} of {self.stream})"
+
+
+Log: TypeAlias = "dict[Stream, Work]"
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Raise `clock` to include `other`, and forget in it what the host knows anyway."""
+    for stream, number in other.items():
+        if number > stream.known and number > clock.get(stream, 0):
+            clock[stream] = number
+
+
+def learn(clock: Clock) -> None:
+    """Let the host know that everything in `clock` is done."""
+    for stream, number in clock.items():
+        stream.known = max(stream.known, number)
+
+
+class Region:
+    """Memory at an address, with the rights of every location and the log of its users.
+
+    `readers` and `writers` are sets of location bits (`Machine.bit`). The log keeps the latest reader and writer of
+    each stream: earlier ones are done when these are.
+    """
+
+    __slots__ = ("base", "born", "end", "granted", "identity", "readers", "reads", "writers", "writes")
+
+    plain = False
+
+    def __init__(self, base: int, size: int, identity: int, born: int) -> None:
+        self.base = base
+        self.end = base + size
+        self.identity = identity
+        self.readers = 0
+        self.writers = 0
+        self.reads: Log | None = None
+        self.writes: Log | None = None
+        # Launches that may touch anything are logged once for all memory: those before tick `born` cannot mean
+        # this region, nor those of a device before it was `granted` access to it.
+        self.born = born
+        self.granted: dict[int, int] | None = None
+
+    def record(self, work: Work, writes: bool) -> None:
+        """Note that `work` uses this memory."""
+        log = self.writes if writes else self.reads
+        if log is None:
+            log = {}
+            if writes:
+                self.writes = log
+            else:
+                self.reads = log
+        elif len(log) > _LONG:
+            for stream in [stream for stream, old in log.items() if old.ordered]:
+                del log[stream]
+        log[work.stream] = work
+
+    def unordered(self, devices: int, reads: bool = True) -> Work | None:
+        """Return work of one of the `devices` (bits) that may still use this memory; `reads` counts readers too."""
+        for log in (self.writes, self.reads if reads else None):
+            if log:
+                for work in log.values():
+                    if not work.ordered and devices >> work.stream.device & 1:
+                        return work
+        return None
+
+
+class OpaqueWork:
+    """The launches that may touch anything their device may access, logged once instead of on every mapping."""
+
+    __slots__ = ("_latest",)
+
+    def __init__(self) -> None:
+        self._latest: Log = {}
+
+    def record(self, work: Work) -> None:
+        """Note a launch."""
+        self._latest[work.stream] = work
+
+    def unordered(self, region: Region, devices: int) -> Work | None:
+        """Return such a launch of one of the `devices` (bits) that may still use the region."""
+        for stream, work in list(self._latest.items()):
+            if work.ordered:
+                del self._latest[stream]
+            elif (
+                work.tick > region.born
+                and (devices & region.readers) >> stream.device & 1
+                and not (region.granted and region.granted.get(stream.device, 0) >= work.tick)
+            ):
+                return work
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self._latest)
