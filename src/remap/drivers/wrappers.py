@@ -1,0 +1,266 @@
+"""Two drivers that wrap another: `Recording` writes down every call, `Faulty` lets chosen calls fail.
+
+Both hold the wrapped driver and pass everything on, so that they are what it is: they answer to the same names, hold
+the same lock, and have the same optional powers (`SupportsModules`, `SupportsSharing`, …). They stack, too:
+`Recording(Faulty(driver))` shows what the rooms above do when a call fails.
+
+Every method is bound once, when the wrapper is made. Rejected: `__getattr__` for methods, which costs a failed look-up
+on each call, and which `isinstance` with a protocol no longer sees since Python 3.12.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from threading import get_ident
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from remap.drivers.protocol import Driver
+from remap.errors import CudaResult, DriverError, InvalidValueError, driver_error
+
+_Call: TypeAlias = Callable[..., Any]
+
+
+if TYPE_CHECKING:
+    # The methods of a wrapper are those of an object that only exists at run time: Any as a base says so to checkers.
+    _AnyDriver: TypeAlias = Any
+else:
+    _AnyDriver = object
+
+
+class _Forwarding(_AnyDriver):
+    """A driver that passes every call on to `inner`, each through what `_wrap` makes of it."""
+
+    inner: Driver
+
+    def __init__(self, inner: Driver) -> None:
+        self.inner = inner
+        kind = type(inner)
+        for name in dir(inner):
+            if name.startswith("_") or isinstance(inspect.getattr_static(kind, name, None), property):
+                continue
+            call = getattr(inner, name)
+            # What a wrapper itself adds stays reachable through another wrapper around it, unwrapped.
+            if callable(call) and name not in _OWN_NAMES:
+                wrapped = self._wrap(name, call)
+                wrapped.__name__ = name
+                self.__dict__[name] = wrapped
+
+    def _wrap(self, name: str, call: _Call) -> _Call:
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The name of the wrapped driver: a wrapper changes nothing that anyone could ask for."""
+        return self.inner.name
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """The structural lock of the wrapped driver."""
+        return self.inner.lock
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the wrapped driver."""
+        if name == "inner":  # while unpickling or copying: there is nothing to ask yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        """Return the wrapper and what it wraps."""
+        return f"<{type(self).__name__} of {self.inner!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a driver, as it was made and as it ended.
+
+    `error` is the CUDA name of a refusal, or the class of any other error, and None where there was none. `start` and
+    `duration` are in nanoseconds of `time.perf_counter_ns`, `thread` is `threading.get_ident()` of the caller.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    result: Any
+    error: str | None
+    start: int
+    duration: int
+    thread: int
+
+    def __str__(self) -> str:
+        """Return the call as it is written in Python, with its outcome."""
+        said = [_show(value) for value in self.arguments]
+        said += [f"{key}={_show(value)}" for key, value in self.keywords.items()]
+        outcome = self.error or _show(self.result)
+        return f"{self.name}({', '.join(said)}) -> {outcome}"
+
+
+class Recording(_Forwarding):
+    """A driver that writes down every call to another one.
+
+    A record keeps the arguments and the result, but never the error itself, whose traceback would keep the caller's
+    objects alive. With `limit`, only the newest calls are kept. Costs about half a microsecond a call.
+    """
+
+    def __init__(self, inner: Driver, *, limit: int | None = None) -> None:
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=limit)
+        super().__init__(inner)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls so far in the order in which they ended."""
+        return tuple(Call(*values) for values in self._calls.copy())
+
+    def calls_to(self, *names: str) -> tuple[Call, ...]:
+        """Return the calls of the methods `names` so far."""
+        return tuple(call for call in self.calls if call.name in names)
+
+    def forget(self) -> None:
+        """Drop what was written down so far."""
+        self._calls.clear()
+
+    def _wrap(self, name: str, call: _Call) -> _Call:
+        append = self._calls.append
+
+        def recorded(*arguments: Any, **keywords: Any) -> Any:
+            start = perf_counter_ns()
+            try:
+                result = call(*arguments, **keywords)
+            except BaseException as error:
+                duration = perf_counter_ns() - start
+                reason = error.name if isinstance(error, DriverError) else type(error).__name__
+                append((name, arguments, keywords, None, reason, start, duration, get_ident()))
+                raise
+            append((name, arguments, keywords, result, None, start, perf_counter_ns() - start, get_ident()))
+            return result
+
+        return recorded
+
+
+class Faulty(_Forwarding):
+    """A driver that refuses the calls it is told to, and passes all others on to another one.
+
+    A refused call does not reach the wrapped driver, so it changes nothing, as the protocol asks of every driver. A
+    sticky result (ILLEGAL_ADDRESS, …) marks the context as lost for the whole process, as a real one does.
+    """
+
+    def __init__(self, inner: Driver) -> None:
+        self._plans: list[_Plan] = []
+        self._refused: list[str] = []
+        self._counting = threading.Lock()
+        super().__init__(inner)
+
+    def fail(
+        self, *calls: str, nth: int = 1, result: CudaResult = CudaResult.UNKNOWN, repeat: bool = False
+    ) -> None:
+        """Refuse the `nth` call from now on, counted over the methods `calls`, or over all if none is named.
+
+        `repeat` refuses every such call after it as well. Several faults may be planned; each counts by itself.
+        Raises `InvalidValueError` for a method that the driver does not have, since such a fault would never strike.
+        """
+        unknown = [name for name in calls if name not in self.__dict__]
+        if unknown or nth < 1:
+            rule = (
+                "faults are counted from 1" if nth < 1 else f"the driver has no method {', '.join(unknown)}"
+            )
+            raise InvalidValueError(f"a fault at call {nth} of {', '.join(calls) or 'all'}", rule=rule)
+        with self._counting:
+            self._plans.append(_Plan(frozenset(calls), result, repeat, nth))
+
+    def heal(self) -> None:
+        """Drop every planned fault, and forget which calls were refused."""
+        with self._counting:
+            self._plans.clear()
+            self._refused.clear()
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """The methods that were refused since the last `heal()`, in order."""
+        return tuple(self._refused)
+
+    def _wrap(self, name: str, call: _Call) -> _Call:
+        plans = self._plans
+
+        def checked(*arguments: Any, **keywords: Any) -> Any:
+            if plans:
+                self._strike(name)
+            return call(*arguments, **keywords)
+
+        return checked
+
+    def _strike(self, name: str) -> None:
+        with self._counting:
+            due = [plan for plan in self._plans if plan.counts(name)]
+            if not due:
+                return
+            for plan in due:
+                if not plan.repeat:
+                    self._plans.remove(plan)
+            self._refused.append(name)
+        raise driver_error(
+            CUDA_FUNCTIONS.get(name, name), due[0].result, rule="a fault that a test asked for"
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Plan:
+    """A fault that is to strike: on which methods (none: all), with what, and after how many more calls."""
+
+    names: frozenset[str]
+    result: CudaResult
+    repeat: bool
+    left: int = field(default=1)
+
+    def counts(self, name: str) -> bool:
+        """Count a call of the method `name`, and tell whether it is to fail."""
+        if self.names and name not in self.names:
+            return False
+        self.left -= 1
+        return self.left <= 0
+
+
+# Nothing of a driver's protocol; `dir()` finds them in a wrapper that is wrapped again.
+_OWN_NAMES = frozenset({"inner", "calls", "calls_to", "forget", "fail", "heal", "refused"})
+
+CUDA_FUNCTIONS = {
+    "allocate": "cuMemAlloc",
+    "copy": "cuMemcpyDtoDAsync",
+    "copy_to_device": "cuMemcpyHtoDAsync",
+    "copy_to_host": "cuMemcpyDtoHAsync",
+    "create": "cuMemCreate",
+    "create_event": "cuEventCreate",
+    "create_stream": "cuStreamCreateWithPriority",
+    "export_handle": "cuMemExportToShareableHandle",
+    "free": "cuMemFree",
+    "free_range": "cuMemAddressFree",
+    "get_access": "cuMemGetAccess",
+    "granularity": "cuMemGetAllocationGranularity",
+    "import_handle": "cuMemImportFromShareableHandle",
+    "launch": "cuLaunchKernel",
+    "load_module": "cuModuleLoadData",
+    "map": "cuMemMap",
+    "memory_info": "cuMemGetInfo",
+    "release": "cuMemRelease",
+    "reserve": "cuMemAddressReserve",
+    "retain": "cuMemRetainAllocationHandle",
+    "retain_context": "cuDevicePrimaryCtxRetain",
+    "set_access": "cuMemSetAccess",
+    "synchronize_context": "cuCtxSynchronize",
+    "synchronize_event": "cuEventSynchronize",
+    "synchronize_stream": "cuStreamSynchronize",
+    "unmap": "cuMemUnmap",
+}
+"""The CUDA functions behind the methods that tests let fail: an injected error names them as a real one does."""
+
+
+def _show(value: Any) -> str:
+    """Return a value for a reader: large numbers are addresses, long values are cut."""
+    if isinstance(value, int) and value > 0xFFFF_FFFF:
+        return hex(value)
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
