@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from remap.arrays import DeviceArray as DeviceArray
     from remap.buffers.base import Buffer as Buffer
     from remap.buffers.base import allocate as allocate
     from remap.device import Device as Device
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from remap.errors import RemapError as RemapError
     from remap.errors import RemapWarning as RemapWarning
     from remap.errors import ShareError as ShareError
+    from remap.foreign import ForeignArray as ForeignArray
+    from remap.foreign import as_array as as_array
+    from remap.foreign import from_dlpack as from_dlpack
     from remap.handles import Mapping as Mapping
     from remap.handles import PhysicalAllocation as PhysicalAllocation
     from remap.handles import Reservation as Reservation
@@ -90,6 +94,8 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "drivers": ("use",),
     "device": ("Device", "device", "devices"),
     "streams": ("Event", "Stream"),
+    "arrays": ("DeviceArray",),
+    "foreign": ("ForeignArray", "as_array", "from_dlpack"),
     "handles": ("Mapping", "PhysicalAllocation", "Reservation", "create", "reserve"),
     "buffers.base": ("Buffer", "allocate"),
 }

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from remap.device import Device, device
 from remap.errors import AccessError, InUseError, InvalidValueError
@@ -44,7 +44,9 @@ class Span(Resource):
     _known_uses: Uses | None = None
     _busy: int = 0
     _taken: str = ""
-    _exports: int = 0
+    # A token for each array that another library holds. Adding and dropping one is atomic, so a finaliser can do it on
+    # any thread without a lock.
+    _exports: set[int] | None = None
 
     # -- what it is --
 
@@ -331,7 +333,7 @@ class Span(Resource):
         if self._exports:
             raise InUseError(
                 f"{self.describe()} to be {doing}",
-                rule=f"{self._exports} arrays of other libraries still view it",
+                rule=f"{len(self._exports)} arrays of other libraries still view it",
                 next_step="Delete them first",
             )
 
@@ -371,7 +373,8 @@ def _words(right: Access) -> str:
 def _host_array(value: Any, asked: str, *, writable: bool) -> NDArray[Any]:
     import numpy as np
 
-    array: NDArray[Any] = value if isinstance(value, np.ndarray) else np.asarray(memoryview(value))
+    is_array = isinstance(value, np.ndarray)
+    array: NDArray[Any] = cast("NDArray[Any]", value) if is_array else np.asarray(memoryview(value))
     if not array.flags.c_contiguous:
         raise InvalidValueError(
             f"{asked} with an array of strides {array.strides}",
