@@ -27,7 +27,7 @@ LAYERS = (
     ("chunks",),
     ("handles",),
     ("spans",),
-    ("arrays", "streams", "device"),
+    ("arrays", "exports", "foreign", "dlpack", "streams", "device"),
     ("drivers",),
     ("lifetime", "types", "sizes", "errors"),
 )
@@ -35,7 +35,9 @@ LAYERS = (
 
 NEIGHBOURS = {
     "__main__": {"cli"},
-    "arrays": {"streams", "device"},
+    "arrays": {"exports", "foreign", "dlpack", "streams", "device"},
+    "exports": {"streams", "device"},
+    "foreign": {"dlpack", "streams", "device"},
     "streams": {"device"},
     "lifetime": {"types", "sizes", "errors"},
     "types": {"sizes", "errors"},

@@ -1,0 +1,127 @@
+"""What leads out of remap: the memory that an array views, and the record of each view that was handed out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from remap.device import Device
+from remap.errors import AccessError, InUseError
+from remap.streams import Queue, StreamLike, Uses
+from remap.types import Access, Location
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class ExportError(AccessError, BufferError):
+    """Memory cannot be handed to another library in the way that it asked for."""
+
+
+class Memory(Protocol):
+    """What an array views: a span. Spans stand above arrays, so this says what arrays need of them."""
+
+    _address: int
+    _driver: Any
+    _exports: set[int] | None
+    _rights: dict[Location, Access]
+    _size: int
+    _taken: str
+
+    @property
+    def _uses(self) -> Uses: ...
+
+    @property
+    def accessing(self) -> tuple[Device, ...]:
+        """The devices that may touch the memory."""
+        ...
+
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """Every (address, size, location) behind it."""
+        ...
+
+    def copy_from_host(self, array: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
+        """Copy a host array into it."""
+        ...
+
+    def copy_to_host(self, out: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
+        """Copy it into a host array."""
+        ...
+
+    def describe(self) -> Any:
+        """Return what it is, for messages."""
+        ...
+
+    def _check(self) -> None: ...
+    def _check_backed(self, asked: str) -> None: ...
+    def _wait_for_work(self, asked: str) -> None: ...
+    def _using(
+        self,
+        asked: str,
+        needed: Access,
+        stream: StreamLike | None,
+        *,
+        keep: object = None,
+        source: Any = None,
+    ) -> AbstractContextManager[Queue | None]: ...
+
+
+class Export:
+    """One view of memory that was handed out: holds the memory, and counts as an export of it while it lives.
+
+    `read_only` is what a NumPy array over it will be.
+    """
+
+    __slots__ = ("__weakref__", "_exports", "_size", "_token", "address", "owner", "read_only")
+
+    def __init__(self, owner: Memory, offset: int, size: int, asked: str, *, read_only: bool = False) -> None:
+        self.owner = owner
+        self.address = owner._address + offset
+        self.read_only = read_only
+        self._size = size
+        self._token = next(_tokens)
+        with owner._driver.lock:  # against whoever would take the memory away
+            owner._check()
+            if owner._taken:
+                raise InUseError(
+                    f"{asked} of {owner.describe()}",
+                    rule=f"it is being {owner._taken} by another thread",
+                    next_step="Let that end first",
+                )
+            owner._check_backed(asked)
+            owner._uses.escaped = True
+            if owner._exports is None:
+                owner._exports = set()
+            self._exports = owner._exports
+            self._exports.add(self._token)
+
+    @property
+    def __array_interface__(self) -> Mapping[str, Any]:
+        """Show the memory as bytes: not every type can be spelled here."""
+        return {
+            "version": 3,
+            "data": (self.address, self.read_only),
+            "shape": (self._size,),
+            "typestr": "|u1",
+        }
+
+    def numpy(self, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return a NumPy array over the memory, which holds this object. Nothing looks at the memory here."""
+        import numpy as np
+
+        if not self._size:
+            return np.empty(shape, dtype)
+        found: NDArray[Any] = np.asarray(self).view(dtype).reshape(shape)
+        return found
+
+    def __del__(self) -> None:
+        """Count one export less; takes no lock and calls no driver, so it may run anywhere."""
+        exports: set[int] | None = getattr(self, "_exports", None)
+        if exports is not None:
+            exports.discard(self._token)
+
+
+_tokens = itertools.count(1)
