@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from remap.arrays import DeviceArray as DeviceArray
     from remap.buffers.base import Buffer as Buffer
     from remap.buffers.base import allocate as allocate
-    from remap.device import Device as Device
-    from remap.device import device as device
-    from remap.device import devices as devices
+    from remap.locations import Device as Device
+    from remap.locations import device as device
+    from remap.locations import devices as devices
     from remap.drivers import current
     from remap.drivers import use as use
     from remap.errors import AccessError as AccessError
@@ -92,7 +92,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "ShareError",
     ),
     "drivers": ("use",),
-    "device": ("Device", "device", "devices"),
+    "locations": ("Device", "device", "devices"),
     "streams": ("Event", "Stream"),
     "arrays": ("DeviceArray",),
     "foreign": ("ForeignArray", "as_array", "from_dlpack"),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from remap import dlpack
-from remap.device import Device, device
+from remap.locations import Device, device
 from remap.errors import AccessError, AlignmentError, InvalidValueError
 from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
@@ -150,12 +150,16 @@ class DeviceArray:
         unless `stream` is given; the source is kept alive until then. Raises `InvalidValueError`, and `AccessError`
         where no device has the right to write here.
         """
-        given = as_array(source, stream=stream)
+        given = source if isinstance(source, DeviceArray) else as_array(source, stream=stream)
         if given.shape != self.shape or given.dtype != self.dtype:
             raise InvalidValueError(
                 f"copy of shape {given.shape} of {given.dtype}",
                 rule=f"the array has shape {self.shape} of {self.dtype}, and copies convert nothing",
             )
+        if isinstance(given, DeviceArray):
+            where = {"offset": self.offset, "source_offset": given.offset, "size": self.nbytes}
+            self.owner.copy_from(given.owner, **where, stream=stream)
+            return
         if not given.contiguous:
             raise InvalidValueError(
                 f"copy of an array of strides {given.strides}",
@@ -185,6 +189,7 @@ class DeviceArray:
         to write; it keeps the memory alive, and while it or a view of it lives the owner cannot be closed. Raises
         `AccessError` where the CPU has no right (`to_host()` copies), `PausedError`.
         """
+        self.owner._check()
         right = self._cpu_right()
         if not right.readable:
             raise AccessError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from remap.device import Device
+from remap.locations import Device
 from remap.errors import AccessError, InUseError
 from remap.streams import Queue, StreamLike, Uses
 from remap.types import Access, Location
@@ -41,6 +41,18 @@ class Memory(Protocol):
     @property
     def chunks(self) -> Sequence[Any]:
         """Every (address, size, location) behind it."""
+        ...
+
+    def copy_from(
+        self,
+        source: Any,
+        *,
+        offset: int = 0,
+        source_offset: int = 0,
+        size: int | None = None,
+        stream: StreamLike | None = None,
+    ) -> None:
+        """Copy bytes of another span into it."""
         ...
 
     def copy_from_host(self, array: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:

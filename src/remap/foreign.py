@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from remap import dlpack, drivers
-from remap.device import Device, device
+from remap.locations import Device, device
 from remap.errors import DriverError, InvalidValueError
 from remap.sizes import LARGEST
 from remap.streams import Queue, StreamLike, Uses, as_stream

@@ -20,7 +20,7 @@ from collections.abc import Mapping as MappingOf
 from typing import Any, ClassVar
 
 from remap import drivers
-from remap.device import LocationLike, device, location, parse_handle_types
+from remap.locations import LocationLike, device, location, parse_handle_types
 from remap.errors import (
     AlignmentError,
     InUseError,

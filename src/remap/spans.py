@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from remap.device import Device, device
+from remap.locations import Device, device
 from remap.errors import AccessError, InUseError, InvalidValueError
 from remap.lifetime import Resource
 from remap.sizes import format_size

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from remap.device import Device, DeviceLike, device
+from remap.locations import Device, DeviceLike, device
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.errors import InUseError, InvalidValueError
 from remap.lifetime import Description, Release, Resource
@@ -61,7 +61,8 @@ class Stream(Resource):
     def capturing(self) -> bool:
         """Whether work on this stream goes into a graph instead of running."""
         self._check()
-        return bool(self._driver.stream_capturing(self.handle))
+        with self.device.current():
+            return bool(self._driver.stream_capturing(self.handle))
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Mark the work queued so far with `event`, a new one by default, and return it."""
@@ -175,7 +176,9 @@ class Queue:
 
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if work on this stream goes into a graph: waiting would break the capture."""
-        if self.device._driver.stream_capturing(self.handle):
+        with self.device.current():
+            capturing = self.device._driver.stream_capturing(self.handle)
+        if capturing:
             raise InUseError(
                 asked,
                 rule=f"stream {self.handle:#x} is being captured, and a wait would break the capture",

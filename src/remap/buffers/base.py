@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from remap import drivers
-from remap.device import LocationLike, device, devices, locations, parse_handle_types
+from remap.locations import LocationLike, device, devices, locations, parse_handle_types
 from remap.errors import AccessError, DriverError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Release, Rollback, drain, pending, undo
@@ -325,6 +325,8 @@ def _check_reach(driver: Any, users: tuple[Location, ...], places: tuple[Locatio
             if user == place or not place.is_device:
                 continue
             if not user.is_device:
+                if device(place.index).capabilities["coherent"]:
+                    continue
                 raise AccessError(
                     f"access of {user} to memory on {place}",
                     rule="the CPU cannot be granted access to device memory here",

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from remap.drivers.protocol import SupportsModules
-from remap.errors import LaunchError
+from remap.errors import LaunchError, RemapError
 from remap.kernels.image import Parameter
 from remap.kernels.params import Arguments, Packer
 from remap.kernels.twin import Twin, runner
 from remap.sizes import Size, format_size, parse_size
+from remap.spans import Span
 from remap.streams import Event, Queue, StreamLike, as_stream
-from remap.types import Access, Dim3, LaunchConfig, Touched
+from remap.types import Access, Dim3, LaunchConfig, Location, Touched
 
 if TYPE_CHECKING:
     from remap.kernels.module import Module
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Extent: TypeAlias = int | Sequence[int]
 """What is taken as a grid or a block: one to three extents."""
 
+_NONE = Access.NONE
 _KEPT = 256  # configurations that one kernel remembers as checked
 
 
@@ -33,6 +35,7 @@ class Kernel:
         self.module = module
         self.name = name
         self._function = function
+        self._lock = module._driver.lock
         self._packer = Packer(name, parameters)
         self._twin: Any = None
         self._checked: dict[tuple[Extent, Extent, Size], LaunchConfig] = {}
@@ -75,7 +78,7 @@ class Kernel:
         """
         module = self.module
         module._check()
-        queue = as_stream(stream, module.device)
+        queue = module._default if stream is None else as_stream(stream, module.device)
         if queue.device is not module.device and queue.device != module.device:
             raise LaunchError(
                 f"{self._asked} on a stream of {queue.device}",
@@ -87,33 +90,82 @@ class Kernel:
         except TypeError:  # a list is no key
             config = self._check(_extents("grid", grid), _extents("block", block), shared)
         if self._function is None:
-            self._launch(self._twin or self._no_twin(), config, queue, self._packer.values(arguments))
-            return
-        packed = self._packer.pack(arguments)
-        try:
-            self._launch(self._function, config, queue, packed)
-        finally:
-            if packed.block is not None:
-                packed.block.give_back()
+            packed = self._packer.values(arguments)
+            self._launch(self._twin or self._no_twin(), config, queue, packed, _touches(packed))
+        else:
+            packed = self._packer.pack(arguments)
+            try:
+                self._launch(self._function, config, queue, packed, None)
+            finally:
+                packed.give_back()
 
-    def _launch(self, function: Any, config: LaunchConfig, queue: Queue, packed: Arguments) -> None:
+    def _launch(
+        self,
+        function: Any,
+        config: LaunchConfig,
+        queue: Queue,
+        packed: Arguments,
+        touches: list[Touched] | None,
+    ) -> None:
         """Launch while every span among the arguments is kept from being taken away, then note the stream."""
-        device = queue.device
-        begun = 0
+        device, spans = queue.device, packed.spans
+        driver = device._driver
+        self._begin_uses(spans, device.location)
         queued = None
         try:
-            for span in packed.spans:
-                span._begin_use(self._asked, device.location, Access.READ)
-                begun += 1
-            with device.current():
-                for stream in packed.streams:
-                    _join(queue, stream)
-                device._driver.launch(function, config, queue.handle, packed, _touches(packed))
+            # As `device.current()` does, without its price: most programs keep one context current.
+            if not packed.streams and driver.current_context() == device._context:
+                driver.launch(function, config, queue.handle, packed, touches)
+            else:
+                with device.current():
+                    for stream in packed.streams:
+                        _join(queue, stream)
+                    driver.launch(function, config, queue.handle, packed, touches)
             queued = queue
         finally:
-            for span in packed.spans[:begun]:
-                span._end_use(queued)
-        self.module._uses.add(queue)
+            self._end_uses(spans, queued)
+
+    def _begin_uses(self, spans: Sequence[Span], place: Location) -> None:
+        """Begin the use of every span, or of none: `Span._begin_use` for all under one lock.
+
+        Written out for spans that nothing speaks against, since a launch has several and is short; any other goes
+        to `_begin_use` itself, which says what is wrong.
+        """
+        asked, epoch = self._asked, self.module._epoch
+        with self._lock:
+            for i, span in enumerate(spans):
+                try:
+                    span._check_backed(asked)
+                    if (
+                        span._open
+                        and not span._taken
+                        and span._epoch == epoch
+                        and span._rights.get(place, _NONE) is not _NONE
+                    ):
+                        span._busy += 1
+                    else:
+                        span._begin_use(asked, place, Access.READ)
+                except RemapError:
+                    for begun in spans[:i]:
+                        begun._busy -= 1
+                    raise
+
+    def _end_uses(self, spans: Sequence[Span], queue: Queue | None) -> None:
+        """End the use of every span; `queue` is where the work was left, None if nothing was launched."""
+        try:
+            if queue is not None and queue.transient:
+                for span in spans:
+                    span._uses.add(queue)
+                self.module._uses.add(queue)
+            elif queue is not None:
+                key = (queue.device.index, queue.handle)
+                for span in spans:
+                    span._uses._streams[key] = queue
+                self.module._uses._streams[key] = queue
+        finally:
+            with self._lock:
+                for span in spans:
+                    span._busy -= 1
 
     def _no_twin(self) -> Any:
         raise LaunchError(

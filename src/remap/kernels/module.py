@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
-from remap.device import Device, DeviceLike, device
+from remap.locations import Device, DeviceLike, device
 from remap.drivers.protocol import SupportsModules
 from remap.errors import CudaResult, DriverError, driver_error
 from remap.kernels import nvrtc
@@ -17,7 +17,7 @@ from remap.kernels.image import Entry, Image, ImageKind, Parameter, unmangled
 from remap.kernels.launch import Kernel
 from remap.kernels.params import parse_parameters
 from remap.lifetime import Description, Release, Resource
-from remap.streams import Uses
+from remap.streams import Uses, as_stream
 
 
 def load(what: Image | str | os.PathLike[str], *, device: DeviceLike | None = None) -> Module:
@@ -45,7 +45,7 @@ class Module(Resource):
     Closing waits for the kernels that were launched from it, then unloads the code.
     """
 
-    __slots__ = ("_handle", "_kernels", "_uses", "device", "image")
+    __slots__ = ("_default", "_handle", "_kernels", "_uses", "device", "image")
 
     kind: ClassVar[str] = "module"
 
@@ -54,6 +54,7 @@ class Module(Resource):
         super().__init__(self.device._driver)
         self._kernels: dict[tuple[str, tuple[Parameter, ...] | None], Kernel] = {}
         self._uses = Uses()
+        self._default = as_stream(None, self.device)
         self._handle: int | None = None
         self.image = image
         driver = self.device._driver

@@ -3,14 +3,18 @@
 A compiled kernel takes bytes and trusts the caller. So an argument is taken only where its bytes are certain: memory
 gives its address, NumPy and ctypes scalars have a type of their own, and a Python number takes the size and type of
 the parameter, which the image tells. What does not fit is refused before anything is launched.
+
+What is certain of an argument's type is found out once for each combination of types (`_Plan`), since a launch may
+cost little more than the driver's own call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,11 +23,18 @@ from remap.kernels.image import Parameter, ParameterType
 from remap.spans import Span
 
 _POINTER = 8
-_UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
-_SIGNED = {1: "b", 2: "h", 4: "i", 8: "q"}
+_INTEGERS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _FLOATS = {2: "e", 4: "f", 8: "d"}
-_ANY = Parameter(0)
+_SCALARS = {
+    **{("i", size): code.lower() for size, code in _INTEGERS.items()},
+    **{("u", size): code for size, code in _INTEGERS.items()},
+    **{("f", size): code for size, code in _FLOATS.items()},
+    ("b", 1): "?",
+}
 _CTYPES: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData)
+_PLANS = 256  # combinations of argument types that one kernel remembers
+
+Convert: TypeAlias = Callable[[Any], Any]
 
 
 class Address(int):
@@ -31,22 +42,35 @@ class Address(int):
 
 
 class Arguments:
-    """The arguments of one launch: `types.PackedArguments`, and what the launch has to know about them."""
+    """The arguments of one launch (`types.PackedArguments`), with the memory that they name.
 
-    __slots__ = ("block", "pointers", "spans", "streams", "traceable", "values")
+    The bytes are an array of pointers, then what they point to. The driver copies them before a launch returns, so
+    that a later launch can use this object again once it was given back.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_free", "_start", "content", "pointers", "spans", "streams", "traceable", "values")
+
+    def __init__(self, free: list[Arguments], offsets: Sequence[int], size: int) -> None:
+        self._free = free
+        self._start = start = _POINTER * len(offsets)
+        self.content = (ctypes.c_char * (start + size))()
+        base = ctypes.addressof(self.content)
+        self.pointers = base if offsets else 0
+        struct.pack_into(f"{len(offsets)}P", self.content, 0, *(base + start + offset for offset in offsets))
         self.values: tuple[object, ...] = ()
-        self.pointers = 0
-        self.block: _Block | None = None
-        self.spans: list[Span] = []
-        self.streams: list[int] = []
+        self.spans: tuple[Span, ...] = ()
+        self.streams: tuple[int, ...] = ()
         # Whether every address is that of a span: otherwise nobody can say what the kernel may touch.
         self.traceable = True
 
+    def give_back(self) -> None:
+        """Let a later launch use this object."""
+        self.spans = self.values = ()
+        self._free.append(self)
+
 
 class Packer:
-    """Packs the arguments of one kernel; its blocks of bytes are used again and again.
+    """Packs the arguments of one kernel.
 
     `parameters` is None where the image does not tell them: then every argument must have a type of its own.
     """
@@ -54,32 +78,43 @@ class Packer:
     def __init__(self, kernel: str, parameters: Sequence[Parameter] | None) -> None:
         self._kernel = kernel
         self.parameters = tuple(parameters) if parameters is not None else None
-        self._layouts: dict[str, _Layout] = {}
+        self._plans: dict[tuple[type, ...], _Plan] = {}
 
     def pack(self, given: tuple[Any, ...]) -> Arguments:
-        """Return `given` as bytes with an array of pointers to them; `give_back` must follow the launch."""
-        arguments = Arguments()
-        codes, raw = self._encode(given, arguments)
-        key = " ".join(codes)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts.setdefault(key, _Layout(codes))
-        block = layout.fill(raw)
-        arguments.block = block
-        arguments.pointers = block.pointers
+        """Return `given` as bytes with an array of pointers to them; `give_back` follows when they were used.
+
+        Raises `LaunchError` for a wrong number of arguments, and for one that does not fit its parameter.
+        """
+        plan = self._plans.get(tuple(map(type, given))) or self._plan(given)
+        raw = [convert(value) if convert else value for convert, value in zip(plan.converters, given)]  # noqa: B905
+        try:
+            arguments = plan.free.pop()  # one step under the GIL: no two threads get the same one
+        except IndexError:
+            arguments = Arguments(plan.free, plan.offsets, plan.layout.size)
+        try:
+            plan.layout.pack_into(arguments.content, arguments._start, *raw)
+        except (struct.error, OverflowError):
+            plan.layout.pack_into(arguments.content, arguments._start, *self._fitted(plan, given, raw))
+        arguments.spans = plan.spans_of(given)
+        if plan.others:
+            self._look_at_others(plan, given, arguments)
         return arguments
 
     def values(self, given: tuple[Any, ...]) -> Arguments:
         """Return `given` checked in the same way, as Python values for a kernel that runs in Python."""
-        arguments = Arguments()
-        codes, raw = self._encode(given, arguments)
+        plan = self._plans.get(tuple(map(type, given))) or self._plan(given)
+        arguments = Arguments([], (), 0)  # not used again: the launch may run at any later time
+        pairs = zip(plan.converters, given, strict=True)
+        raw = self._fitted(plan, given, [convert(value) if convert else value for convert, value in pairs])
         arguments.values = tuple(
             Address(bits) if code == "P" else value
-            for code, bits, value in zip(codes, raw, given, strict=True)
+            for code, bits, value in zip(plan.codes, raw, given, strict=True)
         )
+        arguments.spans = plan.spans_of(given)
+        self._look_at_others(plan, given, arguments)
         return arguments
 
-    def _encode(self, given: tuple[Any, ...], arguments: Arguments) -> tuple[list[str], list[Any]]:
+    def _plan(self, given: tuple[Any, ...]) -> _Plan:
         parameters = self.parameters
         if parameters is None:
             parameters = (_ANY,) * len(given)
@@ -88,44 +123,66 @@ class Packer:
                 f"launch {self._kernel} with {len(given)} arguments",
                 rule=f"it has {len(parameters)} parameters",
             )
-        codes: list[str] = []
-        raw: list[Any] = []
-        code: str
-        bits: Any
-        for index, (value, parameter) in enumerate(zip(given, parameters, strict=True)):
-            if isinstance(value, Span):
-                code, bits = "P", value._address  # not .address: it does not escape here
-                arguments.spans.append(value)
-                self._check_pointer(index, value, parameter)
-            elif isinstance(value, np.generic):
-                code, bits = self._typed(index, value, parameter)
-            elif isinstance(value, (int, float)):
-                code, bits = self._number(index, value, parameter)
-            else:
-                code, bits = self._other(index, value, parameter, arguments)
-            codes.append(code)
-            raw.append(bits)
-        return codes, raw
+        slots = [
+            self._slot(i, value, one) for i, (value, one) in enumerate(zip(given, parameters, strict=True))
+        ]
+        plan = _Plan(slots)
+        # The dtype of a structured scalar is its own, not its type's.
+        if not any(isinstance(value, np.void) for value in given):
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[tuple(map(type, given))] = plan
+        return plan
+
+    def _slot(self, index: int, value: Any, parameter: Parameter) -> _Slot:
+        """Find out how arguments of the type of `value` are passed in this place."""
+        if isinstance(value, Span):
+            self._check_pointer(index, value, parameter)
+            return _Slot("P", _ADDRESS, "span")  # not .address: it does not escape here
+        if isinstance(value, np.generic):
+            self._check_scalar(index, value, parameter)
+            scalar: Any = value
+            code = _SCALARS.get((scalar.dtype.kind, scalar.nbytes))
+            return _Slot(code) if code else _Slot(f"{scalar.nbytes}s", np.generic.tobytes)
+        if isinstance(value, (int, float)):
+            return self._number(index, value, parameter)
+        if isinstance(value, _CTYPES):
+            if parameter.size not in (ctypes.sizeof(value), 0):
+                raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
+            return _Slot(f"{ctypes.sizeof(value)}s", bytes)
+        if value is None:
+            self._check_pointer(index, value, parameter)
+            return _Slot("P", _null)
+        if isinstance(getattr(value, "address", None), int):
+            self._check_pointer(index, value, parameter)
+            return _Slot("P", operator.attrgetter("address"), "other")
+        if type(value) is np.ndarray:
+            step = "Copy it to a buffer: buffer.copy_from_host(array)"
+            raise self._refuse(index, value, "it is host memory", step)
+        if hasattr(value, "__cuda_array_interface__"):
+            self._check_pointer(index, value, parameter)
+            return _Slot("P", _interface_address, "other")
+        rule = (
+            "an argument is memory (a buffer, an array on the device), a number, or a NumPy or ctypes scalar"
+        )
+        raise self._refuse(index, value, rule)
 
     def _check_pointer(self, index: int, value: object, parameter: Parameter) -> None:
         if parameter.size not in (_POINTER, 0) or parameter.type is ParameterType.FLOAT:
-            raise self._refuse(index, value, f"the parameter is no pointer, but {_told(parameter)}")
-
-    def _typed(self, index: int, value: Any, parameter: Parameter) -> tuple[str, bytes]:
-        """Encode a NumPy scalar, structures included, by its own type."""
-        kind = value.dtype.kind
-        if parameter.size not in (value.nbytes, 0):
             raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
-        if (parameter.type is ParameterType.FLOAT and kind in "iub") or (
+
+    def _check_scalar(self, index: int, value: Any, parameter: Parameter) -> None:
+        kind = value.dtype.kind
+        mixed = (parameter.type is ParameterType.FLOAT and kind in "iub") or (
             parameter.type is ParameterType.INTEGER and kind == "f"
-        ):
+        )
+        if mixed or parameter.size not in (value.nbytes, 0):
             raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
         if kind not in "iubfcV":
             raise self._refuse(index, value, "such a scalar means nothing on a device")
-        return f"{value.nbytes}s", value.tobytes()
 
-    def _number(self, index: int, value: float, parameter: Parameter) -> tuple[str, Any]:
-        """Encode a Python number in the size and type of the parameter."""
+    def _number(self, index: int, value: float, parameter: Parameter) -> _Slot:
+        """Pass Python numbers of the type of `value` in the size and type of the parameter."""
         size, kind = parameter
         if self.parameters is None:
             raise self._refuse(
@@ -135,63 +192,54 @@ class Packer:
                 "Pass numpy.int64(…) or numpy.float32(…), or name the types: function(name, parameters=[…])",
             )
         if size == 0:  # source that nobody has compiled: only a twin in Python will see it
-            return "", value
-        is_whole = isinstance(value, int)
-        if kind is ParameterType.BYTES or size not in _UNSIGNED:
-            raise self._refuse(
-                index, value, f"the parameter is {_told(parameter)}", "Pass a structured NumPy scalar"
-            )
-        if kind is ParameterType.FLOAT or not is_whole:
-            if kind is ParameterType.INTEGER or size not in _FLOATS:
-                raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
-            try:
-                struct.pack(_FLOATS[size], value)
-            except OverflowError:
-                raise self._refuse(index, value, f"it does not fit into {size} bytes") from None
-            return _FLOATS[size], value
-        # Signed and unsigned parameters look alike in an image, so both ranges are taken.
-        if not -(1 << (8 * size - 1)) <= value < 1 << (8 * size):
-            raise self._refuse(index, value, f"it does not fit into {size} bytes")
-        return (_SIGNED if value < 0 else _UNSIGNED)[size], value
+            return _Slot("")
+        is_float = kind is ParameterType.FLOAT or isinstance(value, float)
+        fits = size in _FLOATS and kind is not ParameterType.INTEGER if is_float else size in _INTEGERS
+        if not fits or kind is ParameterType.BYTES:
+            step = "Pass a structured NumPy scalar" if kind is ParameterType.BYTES else ""
+            raise self._refuse(index, value, f"the parameter is {_told(parameter)}", step)
+        if is_float:
+            return _Slot(_FLOATS[size])
+        return _Slot(_INTEGERS[size])
 
-    def _other(self, index: int, value: Any, parameter: Parameter, arguments: Arguments) -> tuple[str, Any]:
-        """Encode what is neither a span nor a number: other memory, ctypes values, a null pointer."""
-        if value is None:
-            self._check_pointer(index, value, parameter)
-            return "P", 0
-        if isinstance(value, _CTYPES):
-            content = bytes(value)
-            if parameter.size not in (len(content), 0):
-                raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
-            return f"{len(content)}s", content
-        span = getattr(value, "span", None)
-        if isinstance(span, Span):
-            arguments.spans.append(span)
-        else:
+    def _fitted(self, plan: _Plan, given: tuple[Any, ...], raw: list[Any]) -> list[Any]:
+        """Return the values with negative integers as the unsigned ones of the same bits; refuse what does not fit.
+
+        Signed and unsigned parameters look alike in an image, so the numbers of both are taken. The codes are those
+        of unsigned ones; only where `struct` refuses a value is it looked at again here.
+        """
+        for index, (code, value) in enumerate(zip(plan.codes, raw, strict=True)):
+            size = struct.calcsize(code)
+            if code in _FLOATS.values():
+                try:
+                    struct.pack(code, value)
+                except OverflowError:
+                    raise self._refuse(index, given[index], f"it does not fit into {size} bytes") from None
+            elif code in _INTEGERS.values():
+                if not -(1 << (8 * size - 1)) <= value < 1 << (8 * size):
+                    raise self._refuse(index, value, f"it does not fit into {size} bytes")
+                raw[index] = value & (1 << (8 * size)) - 1
+        return raw
+
+    def _look_at_others(self, plan: _Plan, given: tuple[Any, ...], arguments: Arguments) -> None:
+        """Note the spans behind other objects, and the streams that their memory comes from."""
+        spans, streams = list(arguments.spans), list[int]()
+        arguments.traceable = True
+        for index in plan.others:
+            value = given[index]
+            span = getattr(value, "span", None)
+            if isinstance(span, Span):
+                spans.append(span)
+                continue
             arguments.traceable = False
-        address = getattr(value, "address", None)
-        if isinstance(address, int):
-            self._check_pointer(index, value, parameter)
-            return "P", address
-        if type(value) is np.ndarray:
-            raise self._refuse(
-                index, value, "it is host memory", "Copy it to a buffer: buffer.copy_from_host(array)"
-            )
-        interface: Any = getattr(value, "__cuda_array_interface__", None)
-        if interface is None:
-            rule = "an argument is memory (a buffer, an array on the device), a number, or a NumPy or ctypes scalar"
-            raise self._refuse(index, value, rule)
-        self._check_pointer(index, value, parameter)
-        stream = interface.get("stream")
-        if stream is not None:
-            arguments.streams.append(int(stream))
-        return "P", int(interface["data"][0])
+            interface: Any = getattr(value, "__cuda_array_interface__", {})
+            if interface.get("stream") is not None:
+                streams.append(int(interface["stream"]))
+        arguments.spans, arguments.streams = tuple(spans), tuple(streams)
 
     def _refuse(self, index: int, value: object, rule: str, next_step: str = "") -> LaunchError:
-        kind = type(value)
-        what = (
-            f"{value!r} ({kind.__name__})" if isinstance(value, (int, float, np.generic)) else kind.__name__
-        )
+        kind = type(value).__name__
+        what = f"{value!r} ({kind})" if isinstance(value, (int, float, np.generic)) else kind
         return LaunchError(f"launch {self._kernel}, argument {index}: {what}", rule=rule, next_step=next_step)
 
 
@@ -207,58 +255,64 @@ def parse_parameters(types: Sequence[str]) -> tuple[Parameter, ...]:
         except TypeError:
             rule = 'a type is "pointer" or a NumPy type such as "int64"'
             raise InvalidValueError(f"parameter type {name!r}", rule=rule) from None
-        kinds = {"f": ParameterType.FLOAT, "i": ParameterType.INTEGER, "u": ParameterType.INTEGER}
-        found.append(Parameter(dtype.itemsize, kinds.get(dtype.kind, ParameterType.BYTES)))
+        found.append(Parameter(dtype.itemsize, _KINDS.get(dtype.kind, ParameterType.BYTES)))
     return tuple(found)
 
 
-def _told(parameter: Parameter) -> str:
-    kind = "a value" if parameter.type is ParameterType.UNKNOWN else f"{_ARTICLES[parameter.type]}"
-    return f"{kind} of {parameter.size} byte{'s' * (parameter.size != 1)}"
-
-
-_ARTICLES = {
+_ANY = Parameter(0)
+_ADDRESS = operator.attrgetter("_address")
+_KINDS = {
+    "f": ParameterType.FLOAT,
+    "i": ParameterType.INTEGER,
+    "u": ParameterType.INTEGER,
+    "b": ParameterType.INTEGER,
+}
+_WORDS = {
     ParameterType.INTEGER: "an integer or a pointer",
     ParameterType.FLOAT: "a floating-point number",
     ParameterType.BYTES: "a structure",
+    ParameterType.UNKNOWN: "a value",
 }
 
 
-class _Block:
-    """Memory for the arguments of one launch: the array of pointers, then what they point to."""
-
-    __slots__ = ("_layout", "content", "pointers")
-
-    def __init__(self, layout: _Layout, offsets: Sequence[int], size: int) -> None:
-        self._layout = layout
-        start = _POINTER * len(offsets)
-        self.content = (ctypes.c_char * (start + size))()
-        base = ctypes.addressof(self.content)
-        self.pointers = base if offsets else 0
-        struct.pack_into(f"{len(offsets)}P", self.content, 0, *(base + start + offset for offset in offsets))
-
-    def give_back(self) -> None:
-        """Let a later launch use this block; the driver copies the arguments before it returns."""
-        self._layout.free.append(self)
+def _told(parameter: Parameter) -> str:
+    return f"{_WORDS[parameter.type]} of {parameter.size} byte{'s' * (parameter.size != 1)}"
 
 
-class _Layout:
-    """Where the arguments of one combination of types lie, and blocks that were used for it before."""
+def _null(_: object) -> int:
+    return 0
 
-    __slots__ = ("_offsets", "_start", "_struct", "free")
 
-    def __init__(self, codes: Sequence[str]) -> None:
-        self._struct = struct.Struct("".join(codes))  # native mode: each value is aligned as in C
+def _interface_address(value: Any) -> int:
+    return int(value.__cuda_array_interface__["data"][0])
+
+
+class _Slot(NamedTuple):
+    """How one argument is passed: its code in `struct`, what makes its value for that, and what it is."""
+
+    code: str
+    convert: Convert | None = None
+    role: str = ""
+
+
+class _Plan:
+    """How arguments of one combination of types are passed."""
+
+    __slots__ = ("codes", "converters", "free", "layout", "offsets", "others", "spans_of")
+
+    def __init__(self, slots: Sequence[_Slot]) -> None:
+        self.codes = codes = [slot.code for slot in slots]
+        self.converters = [slot.convert for slot in slots]
+        self.layout = struct.Struct("".join(codes))  # native mode: each value is aligned as in C
         ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
-        self._offsets = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
-        self._start = _POINTER * len(codes)
-        self.free: list[_Block] = []
+        self.offsets = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
+        self.others = [i for i, slot in enumerate(slots) if slot.role == "other"]
+        self.spans_of = _picker([i for i, slot in enumerate(slots) if slot.role == "span"])
+        self.free: list[Arguments] = []
 
-    def fill(self, raw: Sequence[Any]) -> _Block:
-        """Return a block with these values that no other launch uses now."""
-        try:
-            block = self.free.pop()  # one step under the GIL: no two threads get the same block
-        except IndexError:
-            block = _Block(self, self._offsets, self._struct.size)
-        self._struct.pack_into(block.content, self._start, *raw)
-        return block
+
+def _picker(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Span, ...]]:
+    """Return what picks the arguments at these places."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return (lambda given: (given[indices[0]],)) if indices else (lambda _: ())

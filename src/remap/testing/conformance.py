@@ -56,7 +56,7 @@ class DriverConformance(ObjectRules, AccessRules, WorkRules, SharingRules, Order
     steps: ClassVar[int] = 500
     """How many random steps each of these threads takes."""
 
-    share_of_examples: ClassVar[float] = 0.5
+    share_of_examples: ClassVar[float] = 1.0
     """How many examples the state machine tries, as a share of `max_examples` of the Hypothesis profile."""
 
     @classmethod
@@ -75,7 +75,7 @@ class DriverConformance(ObjectRules, AccessRules, WorkRules, SharingRules, Order
         """Any sequence of calls succeeds, fails, and moves bytes as a plain model of the rules says."""
         machine = machine_for(opened, slack=self.slack, to_the_end=self.transfers_checked_to_the_end)
         examples = int(settings().max_examples * self.share_of_examples)
-        chosen = settings(max_examples=max(examples, 1), stateful_step_count=50)
+        chosen = settings(max_examples=max(examples, 1), stateful_step_count=100)
         run_state_machine_as_test(machine, settings=chosen)
 
     def test_random_calls_from_many_threads(self, bench: Bench) -> None:

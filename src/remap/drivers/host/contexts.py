@@ -45,10 +45,11 @@ class Contexts:
 
     def push(self, context: int) -> None:
         """Make a context current for the calling thread."""
-        if not 1 <= context <= len(self._references) or not self._references[context - 1]:
-            rule = "it is not a context that is retained"
+        # A context that was released may be pushed; using it then fails, as on CUDA.
+        if not 1 <= context <= len(self._references):
+            rule = "there is no such context"
             raise driver_error(
-                "cuCtxPushCurrent", CudaResult.INVALID_CONTEXT, asked=f"context {context}", rule=rule
+                "cuCtxPushCurrent", CudaResult.INVALID_VALUE, asked=f"context {context}", rule=rule
             )
         self._stack().append(context)
 

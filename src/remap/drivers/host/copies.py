@@ -14,6 +14,7 @@ from remap.drivers.host.streams import Streams
 from remap.drivers.host.work import Region
 from remap.errors import DriverError
 from remap.sizes import format_size
+from remap.types import Host
 
 _BLOCK = 1 << 20  # bytes of a pattern that are built up once and then copied on; they fit into a cache
 
@@ -26,12 +27,13 @@ class Spans:
         self._plain = plain
 
     def regions(
-        self, device: int, address: int, size: int, writes: bool, strict: bool
+        self, who: int, address: int, size: int, writes: bool, strict: bool
     ) -> Sequence[Region] | str:
-        """Return the regions that make up a range, or the rule that `device` would break by using it.
+        """Return the regions that make up a range, or the rule that would be broken by using it.
 
-        A range may run over several neighbouring mappings; a plain allocation ends where it ends. `strict` is how
-        kernels see plain memory: only their own device's. The caller holds the table lock.
+        One of the locations in `who` (bits) needs the right. A range may run over several neighbouring mappings; a
+        plain allocation ends where it ends. `strict` is how kernels see plain memory: only their own device's, while
+        copies reach all of it. The caller holds the table lock.
         """
         end = address + size
         mappings = self._memory.space.mappings
@@ -45,10 +47,10 @@ class Spans:
             if region.plain and region.end < end:
                 return f"it runs over the end of the allocation of {region.end - region.base} bytes at {region.base:#x}"
             if strict or not region.plain:
-                if not region.readers >> device & 1:
-                    return f"device {device} has no access to the memory at {region.base:#x}"
-                if writes and not region.writers >> device & 1:
-                    return f"device {device} may only read the memory at {region.base:#x}"
+                if not region.readers & who:
+                    return f"device {_first(who)} has no access to the memory at {region.base:#x}"
+                if writes and not region.writers & who:
+                    return f"device {_first(who)} may only read the memory at {region.base:#x}"
             found.append(region)
             address = region.end
         return found
@@ -99,11 +101,14 @@ class Copies:
     def _end(
         self, call: str, device: int, address: int, size: int, writes: bool, host: bool
     ) -> Sequence[Region]:
-        if host and not self._spans.is_ours(address):
+        who = 1 << device
+        if host:
             if not address:
                 raise invalid(call, f"{size} bytes of host memory at address 0", "no memory is there")
-            return ()
-        found = self._spans.regions(device, address, size, writes, strict=False)
+            if not self._spans.is_ours(address):
+                return ()
+            who |= self._machine.bit(Host())
+        found = self._spans.regions(who, address, size, writes, strict=False)
         if isinstance(found, str):
             raise _refused(call, "write" if writes else "read", address, size, found)
         return found
@@ -113,7 +118,6 @@ class Copies:
         call = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}.get(width)
         if call is None:
             raise invalid("cuMemsetD8Async", f"width {width}", "a fill writes elements of 1, 2 or 4 bytes")
-        device = self._contexts.device(call)
         stream = self._streams.find(call, stream_handle)
         if not 0 <= value < 1 << 8 * width:
             raise invalid(call, f"value {value}", f"it does not fit into {width} bytes without sign")
@@ -124,13 +128,19 @@ class Copies:
             return
         size = width * count
         with self._machine.lock:
-            found = self._spans.regions(device, address, size, True, strict=False)
+            # Two rules that CUDA has for fills alone: the stream's device counts, not the current context's, and
+            # the plain memory of another device will not do.
+            found = self._spans.regions(1 << stream.device, address, size, True, strict=True)
             if isinstance(found, str):
                 raise _refused(call, "fill", address, size, found)
             pattern = value.to_bytes(width, "little")
             work = self._streams.submit(stream, "a fill", lambda: _fill(address, pattern, size))
             for region in found:
                 region.record(work, True)
+
+
+def _first(who: int) -> int:
+    return (who & -who).bit_length() - 1
 
 
 def _fill(address: int, pattern: bytes, size: int) -> None:

@@ -83,6 +83,10 @@ class Devices:
         self.check("cuDeviceCanAccessPeer", other)
         return self._machine.options.peers[device][other]
 
+    def reason(self, capability: str) -> str:
+        """Return why a capability is missing."""
+        return self.capabilities_of_all[capability].reason
+
     def require(self, call: str, capability: str) -> None:
         """Raise NOT_SUPPORTED, naming the capability, where it is missing."""
         found = self.capabilities_of_all[capability]

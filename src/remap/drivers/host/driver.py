@@ -224,6 +224,8 @@ class HostDriver:
 
     def get_access(self, address: int, location: Location) -> Access:
         self._guard.check("cuMemGetAccess")
+        if self._plain.address_range(address):
+            return Access.NONE  # what CUDA answers for memory that was never granted to anybody
         return self._memory.get_access(address, location)
 
     def address_range(self, address: int) -> AddressRange:
@@ -260,6 +262,8 @@ class HostDriver:
         call = "cuMemFree"
         self._guard.check(call)
         self._contexts.device(call)
+        if address == 0:  # as on CUDA
+            return
         self._streams.synchronize_device(call, self._plain.find(address).slab.device)
         self._plain.free(address)
 

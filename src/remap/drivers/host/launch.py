@@ -158,7 +158,7 @@ class Launches:
         from under a view.
         """
         with self._machine.lock:
-            found = self._spans.regions(launch.device, address, size, writes, strict=True)
+            found = self._spans.regions(1 << launch.device, address, size, writes, strict=True)
             if isinstance(found, str):
                 return found
             if launch.work is not None:

@@ -59,12 +59,13 @@ class Machine:
         return True
 
     def bit(self, location: Location) -> int:
-        """Return the bit that stands for a location that exists, in sets of locations: devices come first."""
+        """Return the bit that stands for a location that exists, in sets of locations.
+
+        The host and its nodes are one there: a right of the CPU holds for every node, on CUDA too.
+        """
         if location.kind is LocationKind.DEVICE:
             return 1 << location.index
-        if location.kind is LocationKind.HOST:
-            return 1 << self.options.devices
-        return 1 << (self.options.devices + 1 + location.index)
+        return 1 << self.options.devices
 
 
 class Budget:

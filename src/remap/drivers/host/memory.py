@@ -16,6 +16,7 @@ from remap.types import (
     AllocationProperties,
     Grants,
     Granularity,
+    HandleType,
     Location,
     LocationKind,
     PointerInfo,
@@ -58,8 +59,11 @@ class Memory:
         location = properties.location
         budget = self._machine.budget(location)
         found = properties
-        if properties.compressible and not self._machine.options.compression:
-            found = AllocationProperties(location, properties.handle_types, False, properties.rdma)
+        compressed = properties.compressible and self._machine.options.compression
+        if properties.compressible != compressed or location.kind is LocationKind.HOST:
+            # What was asked of the host at large is read back as the node that the driver picked.
+            place = Location(LocationKind.HOST_NUMA) if location.kind is LocationKind.HOST else location
+            found = AllocationProperties(place, properties.handle_types, compressed, properties.rdma)
         with self._machine.lock:
             budget.take(call, size)
             file = None
@@ -92,6 +96,8 @@ class Memory:
         else:
             self._devices.require(call, "host_vmm" if location.kind is LocationKind.HOST else "host_numa_vmm")
         for kind in properties.handle_types:
+            if kind is HandleType.WIN32:
+                raise invalid(call, str(kind), self._devices.reason("win32"))
             if location.kind is LocationKind.HOST:
                 rule = "memory at the location HOST has no shareable handles"
                 raise invalid(call, f"{kind} at {location}", rule, "Use remap.HostNuma(node), or a device")
@@ -152,6 +158,8 @@ class Memory:
             raise invalid(
                 call, f"alignment {alignment}", "an alignment is a power of two, or 0 for the default"
             )
+        if hint < 0 or hint % self._granule:
+            raise invalid(call, f"hint {hint:#x}", f"it is no multiple of {format_size(self._granule)}")
         with self._machine.lock:
             return self.space.reserve(size, alignment, hint).base
 
@@ -206,6 +214,8 @@ class Memory:
             raise invalid(call, _range(address, size), self._multiple)
         space = self.space
         with self._machine.lock:
+            if not space.covers(address, address + size):
+                raise invalid(call, _range(address, size), "a part of it is not reserved")
             found = self._whole(call, address, size)
             for mapping in found:
                 if mapping.reads or mapping.writes or self._opaque:
@@ -256,8 +266,8 @@ class Memory:
                 read |= bit
                 if access is Access.READ_WRITE:
                     write |= bit
-            if location.kind is not LocationKind.DEVICE:
-                cpu |= bit
+                if location.kind is not LocationKind.DEVICE:
+                    cpu |= bit
         with machine.lock:
             found = self._whole(call, address, size)
             position = address
@@ -339,10 +349,10 @@ class Memory:
         return found
 
     def address_range(self, address: int) -> AddressRange | None:
-        """Return the mapping that holds an address, None where there is none or nobody has access (T12)."""
+        """Return the mapping that holds an address, None where no device has access to any (T12)."""
         with self._machine.lock:
             found = self.space.mappings.at(address)
-            if found is None or not found.readers:
+            if found is None or not found.readers & self._all_devices:
                 return None
             return AddressRange(found.base, found.end - found.base)
 
@@ -353,9 +363,9 @@ class Memory:
             around = self.space.reservations.at(address)
             if found is None or around is None:
                 return None
-            device = found.allocation.properties.location
-            index = device.index if device.is_device else -1
-            return PointerInfo(around.base, around.end - around.base, found.identity, index)
+            home = found.allocation.properties.location
+            device = home.index if home.is_device else 0  # what CUDA says of memory on the host
+            return PointerInfo(around.base, around.end - around.base, found.identity, device)
 
     def shut_down(self) -> None:
         """Unmap everything; the files are closed by their owner."""

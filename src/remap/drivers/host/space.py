@@ -19,7 +19,7 @@ from remap.drivers.host.addresses import AddressMap
 from remap.drivers.host.backing import Extent, SharedFile
 from remap.drivers.host.work import Region
 from remap.errors import CudaResult, DriverError, OutOfAddressSpaceError, driver_error
-from remap.sizes import format_size, round_up
+from remap.sizes import LARGEST, format_size, round_up
 from remap.types import AllocationProperties
 
 _SHARE = 0.9  # of the kernel's limit; the rest is for libraries that map without asking us
@@ -99,15 +99,16 @@ class AddressSpace:
         alignment = max(alignment, self._granularity)
         self._check_count(call, 1)
         base = 0
-        if hint and hint % alignment == 0:
-            # A hint that is taken, or that the kernel does not like, is silently replaced (T3).
-            with contextlib.suppress(OSError):
-                base = linux.reserve(size, hint)
-        if not base:
-            try:
+        if size + alignment + hint > LARGEST:
+            raise self._no_addresses(call, size, alignment)
+        try:
+            if hint and hint % alignment == 0:
+                with contextlib.suppress(FileExistsError):  # a hint that is taken is silently replaced (T3)
+                    base = linux.reserve(size, hint)
+            if not base:
                 base = self._reserve_aligned(size, alignment)
-            except OSError as error:
-                raise self._no_addresses(size, alignment) from error
+        except OSError as error:
+            raise self._no_addresses(call, size, alignment) from error
         found = Reservation(base, size)
         if listed:
             self.kernel_mappings += self._reservation_pieces(found)
@@ -129,7 +130,7 @@ class AddressSpace:
             linux.give_back(base + size, wide + alignment - base)
         return base
 
-    def _no_addresses(self, size: int, alignment: int) -> DriverError:
+    def _no_addresses(self, call: str, size: int, alignment: int) -> DriverError:
         limit = linux.address_space_limit()
         if limit is not None:
             rule = f"the process may use {format_size(limit)} of address space (ulimit -v)"
@@ -138,8 +139,8 @@ class AddressSpace:
             rule = "the kernel has no such range free; this is address space, not memory"
             step = "Reserve less, or free other reservations"
         asked = f"a range of {format_size(size)} aligned to {format_size(alignment)}"
-        call = "cuMemAddressReserve"
-        return driver_error(call, CudaResult.OUT_OF_MEMORY, asked=asked, rule=rule, next_step=step)
+        name, code = "CUDA_ERROR_OUT_OF_MEMORY", CudaResult.OUT_OF_MEMORY
+        return OutOfAddressSpaceError(call, name, code, asked=asked, rule=rule, next_step=step)
 
     def _reservation_pieces(self, reservation: Reservation) -> int:
         # An empty reservation is one hole, which merges with a hole on either side.

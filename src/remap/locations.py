@@ -1,4 +1,7 @@
-"""Devices: what they are, what they can do, how much memory they have, and how to name one."""
+"""Locations: devices, what they are and can do and how much memory they have; and how to name a place.
+
+Not called `device`: a submodule of that name would take the place of the function `remap.device`.
+"""
 
 from __future__ import annotations
 
