@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
-from remap.locations import Device, DeviceLike, device
 from remap.drivers.protocol import SupportsModules
 from remap.errors import CudaResult, DriverError, driver_error
 from remap.kernels import nvrtc
@@ -17,6 +16,7 @@ from remap.kernels.image import Entry, Image, ImageKind, Parameter, unmangled
 from remap.kernels.launch import Kernel
 from remap.kernels.params import parse_parameters
 from remap.lifetime import Description, Release, Resource
+from remap.locations import Device, DeviceLike, device
 from remap.streams import Uses, as_stream
 
 

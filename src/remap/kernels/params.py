@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from remap.arrays import DeviceArray
 from remap.errors import InvalidValueError, LaunchError
 from remap.kernels.image import Parameter, ParameterType
 from remap.spans import Span
@@ -120,7 +121,7 @@ class Packer:
             parameters = (_ANY,) * len(given)
         elif len(parameters) != len(given):
             raise LaunchError(
-                f"launch {self._kernel} with {len(given)} arguments",
+                f"launch of {self._kernel} with {len(given)} arguments",
                 rule=f"it has {len(parameters)} parameters",
             )
         slots = [
@@ -140,12 +141,12 @@ class Packer:
             self._check_pointer(index, value, parameter)
             return _Slot("P", _ADDRESS, "span")  # not .address: it does not escape here
         if isinstance(value, np.generic):
-            self._check_scalar(index, value, parameter)
-            scalar: Any = value
-            code = _SCALARS.get((scalar.dtype.kind, scalar.nbytes))
-            return _Slot(code) if code else _Slot(f"{scalar.nbytes}s", np.generic.tobytes)
+            return self._scalar(index, value, parameter)
         if isinstance(value, (int, float)):
             return self._number(index, value, parameter)
+        if isinstance(value, DeviceArray):
+            self._check_pointer(index, value, parameter)
+            return _Slot("P", _array_address, "other")
         if isinstance(value, _CTYPES):
             if parameter.size not in (ctypes.sizeof(value), 0):
                 raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
@@ -171,15 +172,18 @@ class Packer:
         if parameter.size not in (_POINTER, 0) or parameter.type is ParameterType.FLOAT:
             raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
 
-    def _check_scalar(self, index: int, value: Any, parameter: Parameter) -> None:
-        kind = value.dtype.kind
+    def _scalar(self, index: int, value: Any, parameter: Parameter) -> _Slot:
+        """Pass NumPy scalars of the dtype of `value`, structures included, as they are."""
+        kind, size = value.dtype.kind, value.nbytes
         mixed = (parameter.type is ParameterType.FLOAT and kind in "iub") or (
             parameter.type is ParameterType.INTEGER and kind == "f"
         )
-        if mixed or parameter.size not in (value.nbytes, 0):
+        if mixed or parameter.size not in (size, 0):
             raise self._refuse(index, value, f"the parameter is {_told(parameter)}")
         if kind not in "iubfcV":
             raise self._refuse(index, value, "such a scalar means nothing on a device")
+        code = _SCALARS.get((kind, size))
+        return _Slot(code) if code else _Slot(f"{size}s", np.generic.tobytes)
 
     def _number(self, index: int, value: float, parameter: Parameter) -> _Slot:
         """Pass Python numbers of the type of `value` in the size and type of the parameter."""
@@ -227,9 +231,8 @@ class Packer:
         arguments.traceable = True
         for index in plan.others:
             value = given[index]
-            span = getattr(value, "span", None)
-            if isinstance(span, Span):
-                spans.append(span)
+            if isinstance(value, DeviceArray) and isinstance(value.owner, Span):
+                spans.append(value.owner)
                 continue
             arguments.traceable = False
             interface: Any = getattr(value, "__cuda_array_interface__", {})
@@ -240,7 +243,9 @@ class Packer:
     def _refuse(self, index: int, value: object, rule: str, next_step: str = "") -> LaunchError:
         kind = type(value).__name__
         what = f"{value!r} ({kind})" if isinstance(value, (int, float, np.generic)) else kind
-        return LaunchError(f"launch {self._kernel}, argument {index}: {what}", rule=rule, next_step=next_step)
+        return LaunchError(
+            f"launch of {self._kernel}, argument {index}: {what}", rule=rule, next_step=next_step
+        )
 
 
 def parse_parameters(types: Sequence[str]) -> tuple[Parameter, ...]:
@@ -277,6 +282,10 @@ _WORDS = {
 
 def _told(parameter: Parameter) -> str:
     return f"{_WORDS[parameter.type]} of {parameter.size} byte{'s' * (parameter.size != 1)}"
+
+
+def _array_address(array: DeviceArray) -> int:
+    return array.owner._address + array.offset
 
 
 def _null(_: object) -> int:
