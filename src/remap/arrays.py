@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from remap import dlpack
-from remap.locations import Device, device
 from remap.errors import AccessError, AlignmentError, InvalidValueError
 from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
+from remap.locations import Device, device
 from remap.streams import Queue, StreamLike, default_handle
 from remap.types import Access, Host
 
@@ -266,16 +266,20 @@ class DeviceArray:
         cpu = (dlpack.CPU, 0)
         if wanted is not None and wanted in places and not copy:
             right = self._cpu_right() if wanted == cpu else self.owner._rights[device(wanted[1]).location]
-            if not right.writable and max_version is None:
+            if not right.writable and not dlpack.versioned(max_version):
                 raise ExportError(
                     "a DLPack capsule of read-only memory",
                     rule="capsules without a version cannot say that they are read-only",
-                    next_step="Use a consumer that asks for DLPack 1.0, or copy",
+                    next_step="Use a consumer that asks for DLPack 1.0 (and NumPy 2.1 or newer here), or copy",
                 )
+            _check_dlpack_stream(wanted, stream)
             export = self._export("DLPack", read_only=not right.writable)
-            self._order(wanted, stream)
+            if wanted == cpu:
+                self.owner._wait_for_work("DLPack")
+            elif stream != -1:
+                self.owner._uses.join(Queue(stream or 1, device(wanted[1]), None))
             array = export.numpy(self.dtype, self.shape)
-            return dlpack.export(array, wanted, max_version, copied=False)
+            return dlpack.export(array, wanted, max_version)
         if wanted == cpu and copy is not False:
             return dlpack.export(self.to_host(), cpu, max_version, copied=True)
         if wanted is None:
@@ -285,22 +289,6 @@ class DeviceArray:
             rule=f"the memory can be handed out on {list(places)} (DLPack's kind and index)",
             next_step="Copy it there first" if not copy else "Copy it with copy_from",
         )
-
-    def _order(self, place: tuple[int, int], stream: int | None) -> None:
-        """Order what the consumer will do after the pending work."""
-        if place[0] == dlpack.CPU:
-            if stream not in (None, -1):
-                raise ExportError(f"a DLPack capsule for stream {stream}", rule="the CPU has no streams")
-            self.owner._wait_for_work("DLPack")
-            return
-        if stream == -1:
-            return
-        if stream is not None and stream <= 0:
-            raise ExportError(
-                f"a DLPack capsule for stream {stream}",
-                rule="1 is the legacy default stream, 2 the per-thread one, -1 none; 0 would be ambiguous",
-            )
-        self.owner._uses.join(Queue(stream or 1, device(place[1]), None))
 
     def _dlpack_places(self) -> tuple[tuple[int, int], ...]:
         """Return where the memory can be handed out without a copy, the place that holds it first."""
@@ -377,4 +365,14 @@ def _check_dlpack_type(kind: Any) -> None:
             f"a DLPack capsule of {kind}",
             rule="DLPack describes numbers and booleans in the machine's byte order only",
             next_step="View it as such a type first: array.view(...)",
+        )
+
+
+def _check_dlpack_stream(place: tuple[int, int], stream: int | None) -> None:
+    if place[0] == dlpack.CPU and stream not in (None, -1):
+        raise ExportError(f"a DLPack capsule for stream {stream}", rule="the CPU has no streams")
+    if stream is not None and stream != -1 and stream <= 0:
+        raise ExportError(
+            f"a DLPack capsule for stream {stream}",
+            rule="1 is the legacy default stream, 2 the per-thread one, -1 none; 0 would be ambiguous",
         )

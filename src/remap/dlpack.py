@@ -91,13 +91,14 @@ for _name in _USED.values():
 _taking = threading.Lock()
 
 
-def export(array: Any, device: tuple[int, int], max_version: tuple[int, int] | None, copied: bool) -> Any:
+def export(
+    array: Any, device: tuple[int, int], max_version: tuple[int, int] | None, copied: bool = False
+) -> Any:
     """Return a new capsule over a NumPy array's memory that says it lies on `device` (a kind and an index).
 
     It is versioned if the consumer asks for 1.0 or newer, and NumPy (2.1 or newer) can make such a capsule.
     """
-    versioned = max_version is not None and max_version[0] >= 1 and _numpy_has_versions()
-    if not versioned:
+    if not versioned(max_version):
         capsule = array.__dlpack__()
     elif copied:
         capsule = array.__dlpack__(max_version=max_version, copy=True)
@@ -109,10 +110,12 @@ def export(array: Any, device: tuple[int, int], max_version: tuple[int, int] | N
     return capsule
 
 
-def _numpy_has_versions() -> bool:
+def versioned(max_version: tuple[int, int] | None) -> bool:
+    """Tell whether a consumer that asks for `max_version` gets a versioned capsule: NumPy 2.1 or newer makes them."""
     import numpy as np
 
-    return tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 1)
+    numpy_version = tuple(int(part) for part in np.__version__.split(".")[:2])
+    return max_version is not None and max_version[0] >= 1 and numpy_version >= (2, 1)
 
 
 class Taken(NamedTuple):

@@ -1,0 +1,142 @@
+"""NumPy on the memory itself: where the CPU may look, for how long, and what it holds up."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+import remap
+from remap import Host
+
+
+def test_both_ways(shared: remap.Buffer) -> None:
+    """What NumPy writes the device reads, and the other way round; nothing is copied."""
+    array = shared.array("float32", (10, 100))
+    view = array.numpy()
+    view[:] = np.arange(1000, dtype=np.float32).reshape(10, 100)
+    assert (array.to_host() == view).all()
+    shared.fill(0)
+    assert not view.any()
+    assert view.ctypes.data == array.address
+
+
+def test_structures_and_times(shared: remap.Buffer) -> None:
+    """Types that the array interface cannot spell come out right."""
+    kind = np.dtype({"names": ["x", "y"], "formats": ["f4", "M8[s]"], "offsets": [4, 8], "itemsize": 24})
+    view = shared.array(kind, 5).numpy()
+    assert view.dtype == kind
+    view["y"] = np.datetime64("2020-01-01")
+    assert (shared.to_host(kind, 5)["y"] == np.datetime64("2020-01-01")).all()
+
+
+def test_read_only(readable: remap.Mapping) -> None:
+    """Where the CPU may only read, the NumPy array is read-only and cannot be made otherwise."""
+    view = readable.array("u1", 16).numpy()
+    assert (view == 5).all()
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        view.flags.writeable = True
+
+
+def test_refused_off_the_host(private: remap.Buffer) -> None:
+    """Memory that the CPU has no right to is no NumPy array, however one asks; the error says what to do."""
+    array = private.array("u1", 16)
+    with pytest.raises(remap.AccessError, match="to_host"):
+        array.numpy()
+    with pytest.raises(remap.AccessError):
+        np.asarray(array)
+    private.close()  # the refusals left no export behind
+
+
+def test_asarray(shared: remap.Buffer) -> None:
+    """`numpy.asarray` looks, `numpy.array` copies, and a conversion copies unless it may not."""
+    array = shared.array("u1", 16)
+    assert np.asarray(array).ctypes.data == array.address
+    assert np.array(array).ctypes.data != array.address
+    assert np.asarray(array, "f4").dtype == np.float32
+    with pytest.raises(ValueError, match="copy"):
+        array.__array__(np.float32, copy=False)
+
+
+def test_holds_the_buffer_open(shared: remap.Buffer) -> None:
+    """While a NumPy array, or any view of it, lives, closing is refused and changes nothing (trap 26)."""
+    view = shared.array("u1", 100).numpy()
+    part = view[10:].reshape(9, 10)[::2]
+    del view
+    with pytest.raises(remap.InUseError, match="1 arrays"):
+        shared.close()
+    part[:] = 7  # the memory is there
+    assert (shared.to_host("u1", 11)[10:] == 7).all()
+    del part
+    shared.close()
+    assert shared.closed
+
+
+def test_holds_the_buffer_alive() -> None:
+    """A NumPy array keeps the memory when all else is dropped; with it, the buffer is collected as unclosed."""
+    view = remap.allocate(1, resident=Host(), accessing=[0, Host()]).array("u1", 8).numpy()
+    gc.collect()
+    view[:] = 9
+    assert view.sum() == 72
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del view
+    assert remap.collect() == 1
+
+
+def test_waits_for_work(shared: remap.Buffer) -> None:
+    """`numpy()` returns when work that was queued on the memory is done."""
+    array = shared.array("u1")
+    with remap.Stream(0) as stream:
+        for value in range(20):
+            shared.fill(value, stream=stream)
+        assert (array.numpy() == 19).all()
+
+
+def test_views_in_threads(shared: remap.Buffer) -> None:
+    """Views taken and dropped by many threads at once leave the count of exports right (invariant 13)."""
+    array = shared.array("u1", 64)
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(200):
+            view = array.numpy()
+            assert view.nbytes == 64
+            del view
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shared.close()
+
+
+def test_cycles_are_collected(shared: remap.Buffer) -> None:
+    """A view in a reference cycle holds the buffer until the collector has run, and not longer."""
+    gc.disable()
+    try:
+        cycle: list[object] = [shared.array("u1", 4).numpy()]
+        cycle.append(cycle)
+        del cycle
+        with pytest.raises(remap.InUseError):
+            shared.close()
+        gc.collect()
+        shared.close()
+    finally:
+        gc.enable()
+
+
+def test_empty(shared: remap.Buffer) -> None:
+    """An array without elements gives a NumPy array of its shape, which holds nothing."""
+    view = shared.array("f4", (0, 3)).numpy()
+    assert view.shape == (0, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shared.close()
+    assert view.size == 0
