@@ -3,8 +3,8 @@
 What must come back (`Bench.__exit__` looks for it):
 
 - The free memory of every device. It is machine-wide on CUDA, so the suite needs the GPUs to itself; the check reads
-  it again for a few seconds, since a driver may give memory back late, and allows `slack` bytes a device for what a
-  context keeps for itself. The host driver's slack is 0.
+  it again for `patience` seconds, since a driver may give memory back late, and allows `slack` bytes a device for what
+  a context keeps for itself. The host driver's slack is 0.
 - Every address range. That a range has gone is seen by trying to free it once more, which must be refused (T4). (A look
   at whether the address can be reserved again would prove less: someone else may have taken it meanwhile.)
 """
@@ -115,9 +115,10 @@ class Bench:
     `create` and `region` made, in the right order, and checks that nothing stayed.
     """
 
-    def __init__(self, opened: OpenDriver, *, slack: int = 0) -> None:
+    def __init__(self, opened: OpenDriver, *, slack: int = 0, patience: float = 5.0) -> None:
         self.opened = opened
         self.slack = slack
+        self.patience = patience
         self.recording = Recording(opened.driver)
         self.driver: Driver = self.recording
         self.device = Location(LocationKind.DEVICE, 0)
@@ -215,7 +216,7 @@ class Bench:
 
     def free_becomes(self, expected: int) -> bool:
         """Tell whether the free memory of device 0 is, or soon becomes, `expected` bytes, give or take the slack."""
-        return wait_until(lambda: abs(self.free_memory() - expected) <= self.slack)
+        return wait_until(lambda: abs(self.free_memory() - expected) <= self.slack, self.patience)
 
     def warm_up(self, location: Location) -> None:
         """Use each kind of call once."""
@@ -255,7 +256,7 @@ class Bench:
         def back() -> bool:
             return all(now >= then for now, then in zip(self.opened.free_memory(), enough, strict=True))
 
-        if not wait_until(back):
+        if not wait_until(back, self.patience):
             now = self.opened.free_memory()
             lost = {index: then - now[index] for index, then in enumerate(self._free)}
             raise AssertionError(f"memory was not given back, bytes by device: {lost}")

@@ -85,11 +85,12 @@ class Walk:
         if not size:
             return
         location = self.model.device
-        # Whether a range of both kinds of memory is refused as a whole for the CPU is not laid down: not asked.
+        right = _RIGHTS[c % 5]
+        # Not laid down, so not asked: the CPU and a range of both kinds of memory, or no access for it at all.
         kinds = {piece.allocation.location.is_device for piece in self.model.pieces(address, size)}
-        if c % 8 == 7 and len(kinds) == 1:
+        if c % 8 == 7 and len(kinds) == 1 and right is not NONE:
             location = Host()
-        self.model.set_access(address, size, [(location, _RIGHTS[c % 5])] if c % 32 else [])
+        self.model.set_access(address, size, [(location, right)] if c % 32 else [])
 
     def unmap(self, a: int, b: int, c: int) -> None:
         """Unmap one mapping, or any range; less often than things are mapped."""
