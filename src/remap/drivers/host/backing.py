@@ -42,6 +42,7 @@ class FileIdentity(NamedTuple):
 
 
 def _memory_file(location: Location) -> int:
+    """Return a new memory file whose name says which location it stands for, for those who import it."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     return os.memfd_create(f"remap {location.kind.value} {location.index}", flags)
 
@@ -63,37 +64,58 @@ class Files:
 
     def create_sealed(self, location: Location, size: int) -> SharedFile:
         """Create a memory file of exactly `size` zero bytes that nobody can resize; raises `OSError`."""
-        fd = self._keep(_memory_file(location))
+        made = _memory_file(location)
         try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-        except OSError:
-            self._close(fd)
-            raise
-        file = self._shared[identity(fd)] = SharedFile(fd, size)
+            os.ftruncate(made, size)
+            fcntl.fcntl(made, _F_ADD_SEALS, _SEALS)
+            # Opened again, since the kernel does not count the first opening of a memory file (see `alone`).
+            fd = self._keep(_open_again(made))
+        finally:
+            os.close(made)
+        file = self._shared[_identity(fd)] = SharedFile(fd, location, size)
         return file
 
-    def adopt(self, fd: int) -> SharedFile:
+    def export(self, file: SharedFile) -> int:
+        """Return a new descriptor of a file, for the caller to send and close."""
+        fd = _open_again(file.fd)
+        file.exported = True
+        return fd
+
+    def adopt(self, fd: int, location: Location) -> SharedFile:
         """Return the shared file behind another's descriptor, which stays the other's.
 
         A file that this driver knows already is used again, so that its memory is counted once.
         """
-        key = identity(fd)
+        key = _identity(fd)
         file = self._shared.get(key)
         if file is None:
-            file = self._shared[key] = SharedFile(self._keep(os.dup(fd)), 0)
+            file = self._shared[key] = SharedFile(self._keep(os.dup(fd)), location, 0)
         else:
             file.users += 1
         return file
 
-    def leave(self, file: SharedFile) -> int:
-        """Drop one user of a file and return the bytes of budget that this frees."""
+    def leave(self, file: SharedFile) -> bool:
+        """Drop one user of a file; return True if that ended it, so that its budget can be given back.
+
+        Memory that was exported stays, and stays counted, while a descriptor or a mapping of it lives anywhere (T17);
+        `sweep` finds out when the last one has gone.
+        """
         file.users -= 1
-        if file.users:
-            return 0
-        del self._shared[identity(file.fd)]
+        if file.users or (file.exported and not _alone(file.fd)):
+            return False
+        self._end(file)
+        return True
+
+    def sweep(self) -> list[SharedFile]:
+        """Close the files that only others used, where nobody does any more, and return them."""
+        ended = [file for file in self._shared.values() if not file.users and _alone(file.fd)]
+        for file in ended:
+            self._end(file)
+        return ended
+
+    def _end(self, file: SharedFile) -> None:
+        del self._shared[_identity(file.fd)]
         self._close(file.fd)
-        return file.charged
 
     def _close(self, fd: int) -> None:
         self._open.remove(fd)
@@ -117,14 +139,16 @@ class Files:
 
 
 class SharedFile:
-    """A sealed file with how many allocations stand on it, and the bytes it took from this driver's budget."""
+    """A sealed file, with how many allocations stand on it and the bytes it took from this driver's budget."""
 
-    __slots__ = ("charged", "fd", "users")
+    __slots__ = ("charged", "exported", "fd", "location", "users")
 
-    def __init__(self, fd: int, charged: int) -> None:
+    def __init__(self, fd: int, location: Location, charged: int) -> None:
         self.fd = fd
+        self.location = location
         self.charged = charged
         self.users = 1
+        self.exported = False
 
 
 class Arena:
@@ -161,10 +185,28 @@ class Arena:
         linux.punch_hole(self.fd, offset, size)
 
 
-def identity(fd: int) -> FileIdentity:
-    """Return what identifies the file behind a descriptor."""
+def _identity(fd: int) -> FileIdentity:
     status = os.fstat(fd)
     return FileIdentity(status.st_dev, status.st_ino)
+
+
+def _open_again(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _alone(fd: int) -> bool:
+    """Tell whether no other opening of the file exists in any process, as a descriptor or under a mapping.
+
+    The kernel grants a write lease only then; we give it back at once.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return False
+    except OSError:  # a system without leases: then memory counts as free when we have left it
+        return True
+    return True
 
 
 def inspect(fd: int, granularity: int) -> tuple[Location, int]:

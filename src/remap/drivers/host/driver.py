@@ -21,6 +21,7 @@ from remap.drivers.host.launch import Launches
 from remap.drivers.host.machine import Machine, Peers, check_options
 from remap.drivers.host.memory import Memory, invalid
 from remap.drivers.host.plain import PlainMemory
+from remap.drivers.host.sharing import Sharing
 from remap.drivers.host.streams import Streams
 from remap.drivers.host.work import OpaqueWork
 from remap.errors import CudaResult, RemapError, driver_error
@@ -33,6 +34,7 @@ from remap.types import (
     DeviceProperties,
     Grants,
     Granularity,
+    HandleType,
     LaunchConfig,
     Location,
     LocationKind,
@@ -102,6 +104,7 @@ class HostDriver:
         self._contexts = Contexts(machine, self._devices)
         self._memory = Memory(machine, self._devices, files, opaque)
         self._plain = PlainMemory(machine, self._memory, files, opaque)
+        self._sharing = Sharing(machine, self._devices, self._memory, files)
         self._streams = Streams(machine, self._contexts)
         self._events = Events(machine, self._contexts, self._streams)
         spans = Spans(self._memory, self._plain)
@@ -250,8 +253,8 @@ class HostDriver:
     def memory_info(self) -> MemoryInfo:
         call = "cuMemGetInfo"
         self._guard.check(call)
-        budget = self._machine.budget(Location(LocationKind.DEVICE, self._contexts.device(call)))
-        return budget.info()
+        location = Location(LocationKind.DEVICE, self._contexts.device(call))
+        return self._memory.info(location)
 
     def allocate(self, size: int) -> int:
         call = "cuMemAlloc"
@@ -285,6 +288,16 @@ class HostDriver:
     def fill(self, address: int, value: int, width: int, count: int, stream: int) -> None:
         self._guard.check("cuMemsetD8Async")
         self._copies.fill(address, value, width, count, stream)
+
+    # -- memory of other processes --
+
+    def export_handle(self, handle: int, kind: HandleType) -> int | bytes:
+        self._guard.check("cuMemExportToShareableHandle")
+        return self._sharing.export_handle(handle, kind)
+
+    def import_handle(self, shareable: int | bytes, kind: HandleType) -> int:
+        self._guard.check("cuMemImportFromShareableHandle")
+        return self._sharing.import_handle(shareable, kind)
 
     # -- streams and events --
 

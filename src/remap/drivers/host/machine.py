@@ -78,21 +78,26 @@ class Budget:
         self.total = total
         self.used = 0
 
+    @property
+    def free(self) -> int:
+        """The bytes that can be taken."""
+        return self.total - self.used
+
     def take(self, call: str, size: int) -> None:
         """Take `size` bytes, or raise OUT_OF_MEMORY saying what is free."""
-        if size > self.total - self.used:
+        if size > self.free:
             raise driver_error(
                 call,
                 CudaResult.OUT_OF_MEMORY,
                 asked=f"{format_size(size)} of memory on {self.name}",
-                rule=f"{format_size(self.total - self.used)} of {format_size(self.total)} are free",
+                rule=f"{format_size(self.free)} of {format_size(self.total)} are free",
                 next_step="Free other memory there, or open the host driver with more",
             )
         self.used += size
 
     def info(self) -> MemoryInfo:
         """Return what is free, and the total."""
-        return MemoryInfo(self.total - self.used, self.total)
+        return MemoryInfo(self.free, self.total)
 
     def give(self, size: int) -> None:
         """Give back what was taken."""

@@ -19,6 +19,7 @@ from remap.types import (
     HandleType,
     Location,
     LocationKind,
+    MemoryInfo,
     PointerInfo,
 )
 
@@ -65,6 +66,8 @@ class Memory:
             place = Location(LocationKind.HOST_NUMA) if location.kind is LocationKind.HOST else location
             found = AllocationProperties(place, properties.handle_types, compressed, properties.rdma)
         with self._machine.lock:
+            if size > budget.free:
+                self.reclaim()
             budget.take(call, size)
             file = None
             try:
@@ -105,6 +108,17 @@ class Memory:
         if properties.rdma:
             self._devices.require(call, "rdma")
 
+    def info(self, location: Location) -> MemoryInfo:
+        """Return what is free and what there is at a location."""
+        with self._machine.lock:
+            self.reclaim()
+            return self._machine.budget(location).info()
+
+    def reclaim(self) -> None:
+        """Give back the budget of exported memory that nobody holds any more. The caller holds the table lock."""
+        for file in self._files.sweep():
+            self._machine.budget(file.location).give(file.charged)
+
     def allocation(self, call: str, handle: int) -> Allocation:
         """Return a live allocation by its handle."""
         found = self.allocations.get(handle)
@@ -132,7 +146,8 @@ class Memory:
                 budget.give(dead.size)
         else:
             with self._machine.lock:
-                budget.give(self._files.leave(dead.file))
+                if self._files.leave(dead.file):
+                    budget.give(dead.file.charged)
 
     def retain(self, address: int) -> int:
         """Add a reference to what is mapped at an address (T8)."""

@@ -104,6 +104,8 @@ class PlainMemory:
         location = Location(LocationKind.DEVICE, device)
         budget = self._machine.budget(location)
         space = self._memory.space
+        if size > budget.free:
+            self._memory.reclaim()
         budget.take(call, size)
         try:
             fd, offset = self._files.arena(location).allocate(size)
