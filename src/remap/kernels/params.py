@@ -217,7 +217,7 @@ class Packer:
             if code in _FLOATS.values():
                 try:
                     struct.pack(code, value)
-                except OverflowError:
+                except OverflowError:  # half precision only; a float becomes infinite, as in C
                     raise self._refuse(index, given[index], f"it does not fit into {size} bytes") from None
             elif code in _INTEGERS.values():
                 if not -(1 << (8 * size - 1)) <= value < 1 << (8 * size):
