@@ -1,0 +1,67 @@
+"""Plain device memory (cuMemAlloc) behind the methods of a buffer, for programs that compare the two."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from remap.errors import OutOfMemoryError
+from remap.lifetime import Description, Release, drain, pending
+from remap.locations import Device, DeviceLike, device
+from remap.sizes import Size, format_size, parse_size
+from remap.spans import Chunk, Span
+from remap.types import Access
+
+
+class PlainMemory(Span):
+    """Memory that a device's own allocator handed out. Made by `allocate_plain`.
+
+    It lies on one device, which alone may touch it; its address, its bytes and its right are one thing, so it can
+    neither be striped nor change what stands behind it.
+    """
+
+    kind: ClassVar[str] = "plain memory"
+
+    def __init__(self, at: Device, size: int) -> None:
+        super().__init__(at._driver)
+        self.device = at
+        self._size = size
+        self._rights = {at.location: Access.READ_WRITE}
+        if size:  # nothing is asked of the driver for no bytes
+            with at.current():
+                self._address = self._driver.allocate(size)
+        self._opened()
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The one (address, size, location) of this memory. Reading it lets the address escape."""
+        return (Chunk(self.address, self._size, self.device.location),) if self._size else ()
+
+    def _detach(self) -> Release:
+        steps = [(_free, (self.device, self._address))] if self._size else []
+        return Release(0, [*steps], self._wait_on_close())
+
+    def describe(self) -> Description:
+        """Return what this memory is."""
+        return Description(self.kind, self.serial, self._size, self._address, f"on {self.device}")
+
+
+def allocate_plain(size: Size, *, at: DeviceLike | None = None) -> PlainMemory:
+    """Allocate `size` bytes of plain memory on a device (the fastest by default). Nothing is rounded up.
+
+    The contents are undefined. Raises `OutOfMemoryError`. Source: cuMemAlloc.
+    """
+    if pending():
+        drain()
+    place = device(at)
+    number = parse_size(size)
+    try:
+        return PlainMemory(place, number)
+    except OutOfMemoryError as error:
+        info = place.memory()
+        free = f"{format_size(info.free)} of {format_size(info.total)} are free there"
+        raise error.explain(f"{format_size(number)} of plain memory on {place}", rule=free) from None
+
+
+def _free(at: Device, address: int) -> None:
+    with at.current():
+        at._driver.free(address)
