@@ -1,0 +1,77 @@
+"""The command `remap`: each subcommand is one small module of this package.
+
+Exit statuses: 0 for success, 1 for failure or an error, 2 for waived (what was asked for needs something that is not
+here), 64 for misuse of the command (`EX_USAGE`, so that it cannot be taken for waived). Errors that a user can meet are
+one message on the error stream; `REMAP_DEBUG=1` adds where they come from.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from remap.cli.demo import demo
+from remap.cli.waived import Waived
+from remap.errors import RemapError
+
+FAILED, WAIVED, MISUSE, INTERRUPTED = 1, 2, 64, 130
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=_SETTINGS, invoke_without_command=True)
+@click.version_option(None, "--version", package_name="remap", help="Show the version and exit.")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """GPU memory under addresses that do not change, on CUDA and on the host."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+cli.add_command(demo)
+
+
+def main() -> None:
+    """Run the command with the process's arguments and exit with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status; no error that a user can cause leaves it as a traceback."""
+    try:
+        status = cli.main(list(arguments), prog_name="remap", standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        error.show()
+        return MISUSE
+    except click.ClickException as error:
+        error.show()
+        return FAILED
+    except Waived as reason:
+        click.echo(f"waived: {reason}", err=True)
+        return WAIVED
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone; what is still buffered must not fail a second time when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (RemapError, OSError, MemoryError) as error:
+        _show(error)
+        return FAILED
+    return status if isinstance(status, int) else 0
+
+
+def _show(error: BaseException) -> None:
+    if os.environ.get("REMAP_DEBUG", "0") not in ("", "0"):
+        traceback.print_exception(error)
+        return
+    said = str(error) or "the process ran out of memory"
+    for note in getattr(error, "__notes__", ()):
+        said += f"\n  {note}"
+    click.echo(f"error: {said}", err=True)

@@ -1,0 +1,92 @@
+"""`remap demo`: small programs that show, step by step, what remap does."""
+
+from __future__ import annotations
+
+import click
+
+from remap.drivers import NAMES
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def demo(context: click.Context) -> None:
+    """Small programs that show, step by step, what remap does."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read device numbers such as `0,1`."""
+    try:
+        return None if value is None else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of device numbers such as 0,1.") from None
+
+
+_FILE = click.Path()
+
+
+@demo.command("vector-add")
+@click.option(
+    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+)
+@click.option("--device", type=int, help="The number of the device that adds; by default the fastest.")
+@click.option(
+    "--resident",
+    callback=_numbers,
+    metavar="N,N",
+    help="The devices that hold the bytes, such as 0,1; by default all that fit.",
+)
+@click.option(
+    "--accessing",
+    callback=_numbers,
+    metavar="N,N",
+    help="The devices that may touch them; by default the one that adds.",
+)
+@click.option(
+    "--n", type=click.IntRange(min=1), help="How many numbers to make up and add; 50,000 by default."
+)
+@click.option("--a", "a_file", type=_FILE, metavar="FILE.npy", help="The first vector: float32, any length.")
+@click.option(
+    "--b", "b_file", type=_FILE, metavar="FILE.npy", help="The second vector, as long as the first."
+)
+@click.option("--out", type=_FILE, metavar="FILE.npy", help="Where to write the sum.")
+@click.option("--plain", is_flag=True, help="Run the same program on plain allocation (cuMemAlloc).")
+def vector_add(
+    driver: str | None,
+    device: int | None,
+    resident: tuple[int, ...] | None,
+    accessing: tuple[int, ...] | None,
+    n: int | None,
+    a_file: str | None,
+    b_file: str | None,
+    out: str | None,
+    plain: bool,
+) -> int:
+    """Add two vectors that are striped over devices, and show each step.
+
+    Exits with 0 for PASS, 1 for FAIL or an error, 2 if it is waived (CUDA was asked for and is not here, or has no
+    virtual memory management), and 64 for misuse.
+    """
+    if (a_file is None) != (b_file is None):
+        raise click.UsageError("--a and --b go together: the program adds two vectors.")
+    if a_file is not None and n is not None:
+        raise click.UsageError("--n makes numbers up, and --a and --b read them: give one or the other.")
+    if plain and (resident is not None or accessing is not None):
+        raise click.UsageError(
+            "--plain memory lies on the one device that uses it: leave --resident and --accessing out."
+        )
+    from remap.cli.vector_add import Request, run  # NumPy and rich load here, not for --help
+
+    files = (a_file, b_file) if a_file is not None and b_file is not None else None
+    request = Request(
+        driver=driver,
+        device=device,
+        resident=resident,
+        accessing=accessing,
+        length=50_000 if n is None else n,
+        files=files,
+        out=out,
+        plain=plain,
+    )
+    return 0 if run(request) else 1
