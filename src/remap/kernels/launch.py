@@ -91,7 +91,9 @@ class Kernel:
             config = self._check(_extents("grid", grid), _extents("block", block), shared)
         if self._function is None:
             packed = self._packer.values(arguments)
-            self._launch(self._twin or self._no_twin(), config, queue, packed, _touches(packed))
+            self._launch(
+                self._twin or self._no_twin(), config, queue, packed, _touches(packed, module.device.location)
+            )
         else:
             packed = self._packer.pack(arguments)
             try:
@@ -114,7 +116,8 @@ class Kernel:
         queued = None
         try:
             # As `device.current()` does, without its price: most programs keep one context current.
-            if not packed.streams and driver.current_context() == device._context:
+            context = device._context
+            if context and not packed.streams and driver.current_context() == context:
                 driver.launch(function, config, queue.handle, packed, touches)
             else:
                 with device.current():
@@ -131,24 +134,25 @@ class Kernel:
         Written out for spans that nothing speaks against, since a launch has several and is short; any other goes
         to `_begin_use` itself, which says what is wrong.
         """
-        asked, epoch = self._asked, self.module._epoch
+        module = self.module
+        epoch = module._epoch
+        begun = 0
         with self._lock:
-            for i, span in enumerate(spans):
-                try:
-                    span._check_backed(asked)
-                    if (
-                        span._open
-                        and not span._taken
-                        and span._epoch == epoch
-                        and span._rights.get(place, _NONE) is not _NONE
-                    ):
+            module._check()
+            try:
+                for span in spans:
+                    span._check_backed(self._asked)
+                    right = span._rights.get(place, _NONE)
+                    if right is not _NONE and span._open and not span._taken and span._epoch == epoch:
                         span._busy += 1
                     else:
-                        span._begin_use(asked, place, Access.READ)
-                except RemapError:
-                    for begun in spans[:i]:
-                        begun._busy -= 1
-                    raise
+                        span._begin_use(self._asked, place, Access.READ)
+                    begun += 1
+            except RemapError:
+                for span in spans[:begun]:
+                    span._busy -= 1
+                raise
+            module._busy += 1
 
     def _end_uses(self, spans: Sequence[Span], queue: Queue | None) -> None:
         """End the use of every span; `queue` is where the work was left, None if nothing was launched."""
@@ -164,6 +168,7 @@ class Kernel:
                 self.module._uses._streams[key] = queue
         finally:
             with self._lock:
+                self.module._busy -= 1
                 for span in spans:
                     span._busy -= 1
 
@@ -240,11 +245,15 @@ def _extents(what: str, given: Extent) -> Dim3:
     return x, y, z
 
 
-def _touches(packed: Arguments) -> list[Touched] | None:
+def _touches(packed: Arguments, place: Location) -> list[Touched] | None:
     """Return what the kernel may touch: the spans it was given, or None if there is other memory among them."""
     if not packed.traceable:
         return None
-    return [Touched(span._address, span.size) for span in packed.spans]
+    return [
+        Touched(span._address, span.size, span._rights.get(place, _NONE).writable)
+        for span in packed.spans
+        if span.size
+    ]
 
 
 def _join(queue: Queue, stream: int) -> None:

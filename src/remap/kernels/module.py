@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 from remap.drivers.protocol import SupportsModules
-from remap.errors import CudaResult, DriverError, driver_error
+from remap.errors import CudaResult, DriverError, InUseError, driver_error
 from remap.kernels import nvrtc
 from remap.kernels.compile import architecture_for
 from remap.kernels.compile import compile as compile_source
@@ -45,7 +45,7 @@ class Module(Resource):
     Closing waits for the kernels that were launched from it, then unloads the code.
     """
 
-    __slots__ = ("_default", "_handle", "_kernels", "_uses", "device", "image")
+    __slots__ = ("_busy", "_default", "_handle", "_kernels", "_uses", "device", "image")
 
     kind: ClassVar[str] = "module"
 
@@ -53,6 +53,7 @@ class Module(Resource):
         self.device: Device = device(at)
         super().__init__(self.device._driver)
         self._kernels: dict[tuple[str, tuple[Parameter, ...] | None], Kernel] = {}
+        self._busy = 0  # launches that have begun and are not queued yet
         self._uses = Uses()
         self._default = as_stream(None, self.device)
         self._handle: int | None = None
@@ -165,6 +166,11 @@ class Module(Resource):
             rule=rule,
             next_step=step,
         )
+
+    def _check_closable(self) -> None:
+        if self._busy:
+            rule = f"{self._busy} launches from it are under way in other threads"
+            raise InUseError(f"{self.describe()} to be closed", rule=rule, next_step="Let them end first")
 
     def _detach(self) -> Release:
         wait = self._uses.waiter((self.device,), f"closing {self.describe()}")

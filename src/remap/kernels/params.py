@@ -87,7 +87,9 @@ class Packer:
         Raises `LaunchError` for a wrong number of arguments, and for one that does not fit its parameter.
         """
         plan = self._plans.get(tuple(map(type, given))) or self._plan(given)
-        raw = [convert(value) if convert else value for convert, value in zip(plan.converters, given)]  # noqa: B905
+        raw = list(given)
+        for index, convert in plan.conversions:
+            raw[index] = convert(raw[index])
         try:
             arguments = plan.free.pop()  # one step under the GIL: no two threads get the same one
         except IndexError:
@@ -105,8 +107,10 @@ class Packer:
         """Return `given` checked in the same way, as Python values for a kernel that runs in Python."""
         plan = self._plans.get(tuple(map(type, given))) or self._plan(given)
         arguments = Arguments([], (), 0)  # not used again: the launch may run at any later time
-        pairs = zip(plan.converters, given, strict=True)
-        raw = self._fitted(plan, given, [convert(value) if convert else value for convert, value in pairs])
+        raw = list(given)
+        for index, convert in plan.conversions:
+            raw[index] = convert(raw[index])
+        raw = self._fitted(plan, given, raw)
         arguments.values = tuple(
             Address(bits) if code == "P" else value
             for code, bits, value in zip(plan.codes, raw, given, strict=True)
@@ -307,11 +311,11 @@ class _Slot(NamedTuple):
 class _Plan:
     """How arguments of one combination of types are passed."""
 
-    __slots__ = ("codes", "converters", "free", "layout", "offsets", "others", "spans_of")
+    __slots__ = ("codes", "conversions", "free", "layout", "offsets", "others", "spans_of")
 
     def __init__(self, slots: Sequence[_Slot]) -> None:
         self.codes = codes = [slot.code for slot in slots]
-        self.converters = [slot.convert for slot in slots]
+        self.conversions = [(i, slot.convert) for i, slot in enumerate(slots) if slot.convert is not None]
         self.layout = struct.Struct("".join(codes))  # native mode: each value is aligned as in C
         ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
         self.offsets = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
