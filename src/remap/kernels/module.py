@@ -16,27 +16,30 @@ from remap.kernels.image import Entry, Image, ImageKind, Parameter, unmangled
 from remap.kernels.launch import Kernel
 from remap.kernels.params import parse_parameters
 from remap.lifetime import Description, Release, Resource
-from remap.locations import Device, DeviceLike, device
+from remap.locations import Device, DeviceLike
+from remap.locations import device as find_device
 from remap.streams import Uses, as_stream
 
 
 def load(what: Image | str | os.PathLike[str], *, device: DeviceLike | None = None) -> Module:
     """Load an image, or the file of one, on a device (the fastest by default) and return the module.
 
-    Takes cubins, fatbins, PTX and CUDA C++ source, told apart by their bytes. Source is compiled for the device;
-    where NVRTC is not installed, the PTX file of the same name beside a source file is loaded instead, if there is
-    one. The host driver takes every image and compiles none: there a kernel runs through its Python twin.
+    Takes cubins, fatbins, PTX and CUDA C++ source, told apart by their bytes. Source is compiled for the device. The
+    host driver takes every image and compiles none: there a kernel runs through its Python twin. Where nothing is
+    compiled, or NVRTC is not installed, a PTX file of the same name beside a source file is loaded in its place.
 
     Raises `DriverError`: FILE_NOT_FOUND, INVALID_IMAGE, or NO_BINARY_FOR_GPU if nothing in it runs on the device;
     `CompileError` if source cannot be compiled. Source: cuModuleLoadData.
     """
     if isinstance(what, Image):
         return Module(what, device)
-    image = Image.from_file(what)
+    image, at = Image.from_file(what), find_device(device)
     beside = Path(what).with_suffix(".ptx")
-    if image.kind is ImageKind.SOURCE and beside.exists() and not nvrtc.available():
-        image = Image.from_file(beside)
-    return Module(image, device)
+    if image.kind is ImageKind.SOURCE and beside.exists():
+        # PTX tells the parameters too, so that the host driver can check them.
+        is_compiled = isinstance(at._driver, SupportsModules) and nvrtc.available()
+        image = image if is_compiled else Image.from_file(beside)
+    return Module(image, at)
 
 
 class Module(Resource):
@@ -50,7 +53,7 @@ class Module(Resource):
     kind: ClassVar[str] = "module"
 
     def __init__(self, image: Image, at: DeviceLike | None = None) -> None:
-        self.device: Device = device(at)
+        self.device: Device = find_device(at)
         super().__init__(self.device._driver)
         self._kernels: dict[tuple[str, tuple[Parameter, ...] | None], Kernel] = {}
         self._busy = 0  # launches that have begun and are not queued yet
