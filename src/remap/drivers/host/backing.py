@@ -47,6 +47,11 @@ def _memory_file(location: Location) -> int:
     return os.memfd_create(f"remap {location.kind.value} {location.index}", flags)
 
 
+def give_pages(extent: Extent, size: int) -> None:
+    """Give the pages of an arena's extent back. Needs no lock, as nobody else will ever be given the extent."""
+    linux.punch_hole(extent.fd, extent.offset, size)
+
+
 class Files:
     """The memory files that a driver holds open."""
 
@@ -179,10 +184,6 @@ class Arena:
             self._size = grown
         self._end = offset + size
         return Extent(self.fd, offset)
-
-    def free(self, offset: int, size: int) -> None:
-        """Give the pages of an extent back. Needs no lock, as nobody else will ever be given the extent."""
-        linux.punch_hole(self.fd, offset, size)
 
 
 def _identity(fd: int) -> FileIdentity:

@@ -13,8 +13,7 @@ from remap.drivers.host.plain import PlainMemory
 from remap.drivers.host.streams import Streams
 from remap.drivers.host.work import Region
 from remap.errors import DriverError
-from remap.sizes import format_size
-from remap.types import Host
+from remap.sizes import LARGEST, format_size
 
 _BLOCK = 1 << 20  # bytes of a pattern that are built up once and then copied on; they fit into a cache
 
@@ -62,13 +61,6 @@ class Spans:
             *self._plain.regions.overlapping(start, end),
         ]
 
-    def is_ours(self, address: int) -> bool:
-        """Tell whether an address belongs to the driver (and must be checked even where host memory is meant)."""
-        return (
-            self._memory.space.reservations.at(address) is not None
-            or self._plain.regions.at(address) is not None
-        )
-
 
 class Copies:
     """The calls that move and set bytes in the current context."""
@@ -103,11 +95,11 @@ class Copies:
     ) -> Sequence[Region]:
         who = 1 << device
         if host:
-            if not address:
-                raise invalid(call, f"{size} bytes of host memory at address 0", "no memory is there")
-            if not self._spans.is_ours(address):
+            if not 0 < address <= LARGEST - size:
+                raise invalid(call, f"{size} bytes of host memory at {address:#x}", "no memory is there")
+            if not self._spans.overlapping(address, address + size):
                 return ()
-            who |= self._machine.bit(Host())
+            who |= self._machine.cpu
         found = self._spans.regions(who, address, size, writes, strict=False)
         if isinstance(found, str):
             raise _refused(call, "write" if writes else "read", address, size, found)

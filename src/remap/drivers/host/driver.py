@@ -99,6 +99,7 @@ class HostDriver:
         self._guard = machine.guard
         files = self._files = Files()
         machine.guard.watch_forks(files)
+        machine.guard.watch_forks(self)
         opaque = OpaqueWork()
         self._devices = Devices(machine)
         self._contexts = Contexts(machine, self._devices)
@@ -122,7 +123,12 @@ class HostDriver:
             own = "unknown"
         return f"host driver {own} on Linux {platform.release()}, page {linux.PAGE}"
 
+    def after_fork(self) -> None:
+        """Renew the lock in a forked child, where a thread that does not exist there may hold it."""
+        self.lock = threading.RLock()
+
     def shutdown(self) -> None:
+        self._streams.check_thread("shutdown")
         if self._guard.close():
             self._streams.shut_down()
             self._plain.shut_down()

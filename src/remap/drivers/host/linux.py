@@ -91,8 +91,9 @@ def clear(address: int, size: int) -> None:
     _madvise_call(address, size, _MADV_DONTFORK)
 
 
-def place(address: int, size: int, fd: int, offset: int, protection: int) -> None:
+def place(address: int, size: int, extent: tuple[int, int], protection: int) -> None:
     """Map a part of a memory file at a fixed address of reserved space, hidden from forked children."""
+    fd, offset = extent
     if _mmap_call(address, size, protection, _MAP_SHARED | _MAP_FIXED, fd, offset) == _FAILED:
         raise _failure("mmap")
     _madvise_call(address, size, _MADV_DONTFORK)

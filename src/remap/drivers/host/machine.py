@@ -15,6 +15,7 @@ from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse
 from remap.types import CAPABILITIES, Location, LocationKind, MemoryInfo
 
 T = TypeVar("T")
+_DEVICE = LocationKind.DEVICE  # looking a member up costs more than all the rest of `bit`
 Peers: TypeAlias = str | Sequence[Sequence[bool]]
 """`"all"`, `"none"`, or a matrix whose row `i` says which devices device `i` reaches."""
 
@@ -28,6 +29,9 @@ class Machine:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._devices = options.devices
+        self.all_devices = (1 << options.devices) - 1
+        self.cpu = 1 << options.devices
         self.lock = threading.Lock()
         self.guard = Guard()
         # One counter for every kind of handle: a stream's can then never be taken for an event's. The first ones
@@ -50,22 +54,17 @@ class Machine:
         """Return what pays for memory at a location that exists."""
         return self.budgets[location] if location.is_device else self.host_budget
 
-    def exists(self, location: Location) -> bool:
-        """Tell whether the machine has such a location."""
-        if location.kind is LocationKind.DEVICE:
-            return 0 <= location.index < self.options.devices
-        if location.kind is LocationKind.HOST_NUMA:
-            return 0 <= location.index < self.options.numa_nodes
-        return True
-
     def bit(self, location: Location) -> int:
-        """Return the bit that stands for a location that exists, in sets of locations.
+        """Return the bit that stands for a location in sets of locations, 0 if the machine has no such location.
 
         The host and its nodes are one there: a right of the CPU holds for every node, on CUDA too.
         """
-        if location.kind is LocationKind.DEVICE:
-            return 1 << location.index
-        return 1 << self.options.devices
+        index = location.index
+        if location.kind is _DEVICE:
+            return 1 << index if 0 <= index < self._devices else 0
+        if location.kind is LocationKind.HOST_NUMA and not 0 <= index < self.options.numa_nodes:
+            return 0
+        return self.cpu
 
 
 class Budget:

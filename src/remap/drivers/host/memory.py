@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from remap.drivers.host import linux
-from remap.drivers.host.backing import Extent, Files
+from remap.drivers.host.backing import Extent, Files, give_pages
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.space import AddressSpace, Allocation, Mapping, system_error
+from remap.drivers.host.space import UNMAPPED, AddressSpace, Allocation, Mapping, system_error
 from remap.drivers.host.work import OpaqueWork, Work
 from remap.errors import CudaResult, DriverError, InUseError, driver_error
 from remap.sizes import format_size, is_power_of_two
@@ -24,6 +24,7 @@ from remap.types import (
 )
 
 _INVALID = CudaResult.INVALID_VALUE
+_NONE, _READ_WRITE = Access.NONE, Access.READ_WRITE
 
 
 def invalid(call: str, asked: str, rule: str, next_step: str = "") -> DriverError:
@@ -40,7 +41,6 @@ class Memory:
         self._files = files
         self._opaque = opaque
         self._granule = machine.options.granularity
-        self._all_devices = (1 << machine.options.devices) - 1
         self.space = AddressSpace(self._granule)
         self.allocations: dict[int, Allocation] = {}
 
@@ -80,7 +80,7 @@ class Memory:
                 budget.give(size)
                 raise system_error(call, error) from error
             handle = next(self._machine.handles)
-            self.allocations[handle] = Allocation(handle, size, found, extent, file)
+            self.allocations[handle] = Allocation(handle, size, found, extent, self.allowed(location), file)
         return handle
 
     @property
@@ -89,7 +89,7 @@ class Memory:
 
     def _check_properties(self, call: str, properties: AllocationProperties) -> None:
         location = properties.location
-        if not self._machine.exists(location):
+        if not self._machine.bit(location):
             if location.is_device:
                 self._devices.check(call, location.index)
             nodes = self._machine.options.numa_nodes
@@ -141,7 +141,7 @@ class Memory:
         # Outside the lock: giving back a GiB of pages takes long, and nobody can find this memory any more.
         budget = self._machine.budget(dead.properties.location)
         if dead.file is None:
-            self._files.arena(dead.properties.location).free(dead.extent.offset, dead.size)
+            give_pages(dead.extent, dead.size)
             with self._machine.lock:
                 budget.give(dead.size)
         else:
@@ -219,7 +219,7 @@ class Memory:
                 rule = f"the mapping at {other.base:#x} is in the way"
                 raise invalid(call, _range(address, size), rule, "Unmap it first")
             identity = next(self._machine.handles)
-            space.mappings.insert(Mapping(address, allocation, identity, self._machine.tick))
+            space.insert(Mapping(address, allocation, identity, self._machine.tick))
             allocation.mappings += 1
 
     def unmap(self, address: int, size: int) -> None:
@@ -233,15 +233,13 @@ class Memory:
                 raise invalid(call, _range(address, size), "a part of it is not reserved")
             found = self._whole(call, address, size)
             for mapping in found:
-                if mapping.reads or mapping.writes or self._opaque:
-                    self._check_unused(mapping, self._all_devices, "unmap")
-            try:
-                space.clear(found)
-            except OSError as error:
-                raise system_error(call, error) from error
+                if mapping.reads or mapping.writes or self._opaque.latest:
+                    self._check_unused(mapping, self._machine.all_devices, "unmap")
+                mapping.wanted = UNMAPPED
+            space.change(call, found)
             dead: list[Allocation] = []
             for mapping in found:
-                space.mappings.remove(mapping)
+                space.remove(mapping)
                 allocation = mapping.allocation
                 allocation.mappings -= 1
                 if not allocation.mappings and not allocation.references:
@@ -252,6 +250,9 @@ class Memory:
 
     def _whole(self, call: str, address: int, size: int) -> list[Mapping]:
         end = address + size
+        one = self.space.mappings.starting_at(address)
+        if one is not None and one.end == end:
+            return [one]
         found = self.space.mappings.overlapping(address, end)
         if found and (found[0].base < address or found[-1].end > end):
             cut = found[0] if found[0].base < address else found[-1]
@@ -269,20 +270,19 @@ class Memory:
         call = "cuMemSetAccess"
         if not grants:
             raise invalid(call, "no locations", "an access call names at least one")
-        keep, read, write, cpu = -1, 0, 0, 0
         machine = self._machine
+        keep, read, write = -1, 0, 0
         for location, access in grants:
-            if not machine.exists(location):
-                raise invalid(call, f"access for {location}", "this machine has no such location")
             bit = machine.bit(location)
+            if not bit:
+                raise invalid(call, f"access for {location}", "this machine has no such location")
             keep &= ~bit
-            read, write = read & ~bit, write & ~bit
-            if access is not Access.NONE:
+            read &= ~bit
+            write &= ~bit
+            if access is not _NONE:
                 read |= bit
-                if access is Access.READ_WRITE:
+                if access is _READ_WRITE:
                     write |= bit
-                if location.kind is not LocationKind.DEVICE:
-                    cpu |= bit
         with machine.lock:
             found = self._whole(call, address, size)
             position = address
@@ -290,32 +290,31 @@ class Memory:
                 if mapping.base != position:
                     break
                 position = mapping.end
-                if mapping.allocation.properties.location.kind is LocationKind.DEVICE:
-                    self._check_grants(call, mapping, read | write, cpu)
-                lost_reads = mapping.readers & ~keep & ~read
-                lost_writes = mapping.writers & ~keep & ~write
-                if lost_reads or lost_writes:
-                    self._check_unused(mapping, lost_reads, "take access from")
-                    self._check_unused(mapping, lost_writes, "take write access from", reads=False)
             if not found or position != address + size:
                 raise invalid(call, _range(address, size), "a part of it is not mapped")
-            self._grant(call, found, keep, read, write)
-
-    def _grant(self, call: str, found: list[Mapping], keep: int, read: int, write: int) -> None:
-        for mapping in found:
-            # Threads of this process act for every location, so the CPU gets the union of all rights.
-            if mapping.writers & keep | write:
-                mapping.wanted = linux.PROT_READ_WRITE
-            else:
-                mapping.wanted = linux.PROT_READ if mapping.readers & keep | read else linux.PROT_NONE
-        self.space.protect(call, found)
-        opaque = bool(self._opaque)
-        for mapping in found:
-            readers = mapping.readers & keep | read
-            if opaque and readers & ~mapping.readers:
-                self._note_grant(mapping, readers & ~mapping.readers)
-            mapping.readers = readers
-            mapping.writers = mapping.writers & keep | write
+            for mapping in found:
+                if read & ~mapping.allocation.allowed:
+                    self._refuse_grant(call, mapping.allocation, read)
+                readers, writers = mapping.readers & keep | read, mapping.writers & keep | write
+                if mapping.readers & ~readers or mapping.writers & ~writers:
+                    self._check_unused(mapping, mapping.readers & ~readers, "take access from")
+                    self._check_unused(
+                        mapping, mapping.writers & ~writers, "take write access from", reads=False
+                    )
+                # Threads of this process act for every location, so the CPU gets the union of all rights. What nobody
+                # may use and the kernel does not have yet can stay out of it.
+                if readers:
+                    mapping.wanted = linux.PROT_READ_WRITE if writers else linux.PROT_READ
+                else:
+                    mapping.wanted = min(mapping.protection, linux.PROT_NONE)
+            self.space.change(call, found)
+            opaque = self._opaque.latest
+            for mapping in found:
+                readers = mapping.readers & keep | read
+                if opaque and readers & ~mapping.readers:
+                    self._note_grant(mapping, readers & ~mapping.readers)
+                mapping.readers = readers
+                mapping.writers = mapping.writers & keep | write
 
     def _note_grant(self, mapping: Mapping, gained: int) -> None:
         if mapping.granted is None:
@@ -324,31 +323,39 @@ class Memory:
             if gained >> device & 1:
                 mapping.granted[device] = self._machine.tick
 
-    def _check_grants(self, call: str, mapping: Mapping, granted: int, cpu: int) -> None:
-        """Refuse what memory on a device cannot be granted to: the CPU, and devices that do not reach it."""
-        options = self._machine.options
-        home = mapping.allocation.properties.location
-        if cpu and not options.coherent:
-            rule = "the CPU cannot reach memory on a device"
-            asked = f"access for the host to memory on {home}"
+    def allowed(self, home: Location) -> int:
+        """Return the locations (bits) that may be granted access to memory at `home`."""
+        cpu = self._machine.cpu
+        if not home.is_device:
+            return cpu | self._machine.all_devices
+        peers = sum(
+            1 << device
+            for device in range(self._machine.options.devices)
+            if self._devices.reaches(device, home)
+        )
+        return peers | cpu if self._machine.options.coherent else peers
+
+    def _refuse_grant(self, call: str, allocation: Allocation, granted: int) -> None:
+        home = allocation.properties.location
+        if granted & self._machine.cpu & ~allocation.allowed:
             raise driver_error(
                 call,
                 CudaResult.NOT_SUPPORTED,
-                asked=asked,
-                rule=rule,
+                asked=f"access for the host to memory on {home}",
+                rule="the CPU cannot reach memory on a device",
                 next_step="Place the memory on the host",
             )
-        for device in range(options.devices):
-            if granted >> device & 1 and not self._devices.reaches(device, home):
-                rule = "the devices are no peers"
-                raise invalid(call, f"access for device {device} to memory on {home}", rule)
+        rule = f"not every device that is named reaches {home}: they are no peers"
+        raise invalid(call, f"access to memory on {home}", rule, "Ask can_access_peer first")
 
     def get_access(self, address: int, location: Location) -> Access:
         """Return the right of a location at an address."""
         call = "cuMemGetAccess"
-        if not self._machine.exists(location):
-            raise invalid(call, f"access of {location}", "this machine has no such location")
         bit = self._machine.bit(location)
+        if not bit:
+            if location.is_device:
+                self._devices.check(call, location.index)
+            raise invalid(call, f"access of {location}", "this machine has no such location")
         with self._machine.lock:
             mapping = self._mapping(call, address)
             if mapping.writers & bit:
@@ -367,7 +374,7 @@ class Memory:
         """Return the mapping that holds an address, None where no device has access to any (T12)."""
         with self._machine.lock:
             found = self.space.mappings.at(address)
-            if found is None or not found.readers & self._all_devices:
+            if found is None or not found.readers & self._machine.all_devices:
                 return None
             return AddressRange(found.base, found.end - found.base)
 
@@ -375,7 +382,7 @@ class Memory:
         """Return what is known of an address, None where nothing is mapped (T12)."""
         with self._machine.lock:
             found = self.space.mappings.at(address)
-            around = self.space.reservations.at(address)
+            around = self.space.around(address)
             if found is None or around is None:
                 return None
             home = found.allocation.properties.location

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from remap.drivers.host import linux
 from remap.drivers.host.addresses import AddressMap
-from remap.drivers.host.backing import Files
+from remap.drivers.host.backing import Extent, Files, give_pages
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.memory import Memory, in_use, invalid
 from remap.drivers.host.space import Reservation, system_error
@@ -37,12 +37,12 @@ class PlainRegion(Region):
 class _Slab:
     """A stretch of a device's arena, mapped for good, with its free pieces in order."""
 
-    __slots__ = ("base", "device", "free", "offset", "reservation", "size")
+    __slots__ = ("base", "device", "extent", "free", "reservation", "size")
 
-    def __init__(self, device: int, reservation: Reservation, offset: int) -> None:
+    def __init__(self, device: int, reservation: Reservation, extent: Extent) -> None:
         self.device = device
         self.reservation = reservation
-        self.offset = offset
+        self.extent = extent
         self.base = reservation.base
         self.size = reservation.end - reservation.base
         self.free: list[tuple[int, int]] = [(self.base, self.base + self.size)]
@@ -108,7 +108,7 @@ class PlainMemory:
             self._memory.reclaim()
         budget.take(call, size)
         try:
-            fd, offset = self._files.arena(location).allocate(size)
+            extent = self._files.arena(location).allocate(size)
             reservation = space.reserve(size, 0, 0, call=call, listed=False)
         except OSError as error:
             budget.give(size)
@@ -117,12 +117,12 @@ class PlainMemory:
             budget.give(size)
             raise
         try:
-            linux.place(reservation.base, size, fd, offset, linux.PROT_READ_WRITE)
+            linux.place(reservation.base, size, extent, linux.PROT_READ_WRITE)
         except OSError as error:
             space.free(reservation, listed=False)
             budget.give(size)
             raise system_error(call, error) from error
-        slab = _Slab(device, reservation, offset)
+        slab = _Slab(device, reservation, extent)
         self._slabs[device].append(slab)
         return slab
 
@@ -151,7 +151,7 @@ class PlainMemory:
             location = Location(LocationKind.DEVICE, slab.device)
             self._slabs[slab.device].remove(slab)
             self._memory.space.free(slab.reservation, listed=False)
-            self._files.arena(location).free(slab.offset, slab.size)
+            give_pages(slab.extent, slab.size)
             self._machine.budget(location).give(slab.size)
 
     def close_device(self, device: int) -> None:

@@ -51,13 +51,20 @@ class Sharing:
         with self._machine.lock:
             try:
                 location, size = inspect(shareable, self._machine.options.granularity)
-                if not self._machine.exists(location):
+                if not self._machine.bit(location):
                     raise ValueError(f"the memory is on {location}, which this machine does not have")
                 file = self._files.adopt(shareable, location)
             except (OSError, ValueError, OverflowError) as error:
                 raise _foreign(shareable, error) from error
             handle = next(self._machine.handles)
-            allocation = Allocation(handle, size, AllocationProperties(location), Extent(file.fd, 0), file)
+            allocation = Allocation(
+                handle,
+                size,
+                AllocationProperties(location),
+                Extent(file.fd, 0),
+                self._memory.allowed(location),
+                file,
+            )
             self._memory.allocations[handle] = allocation
         return handle
 

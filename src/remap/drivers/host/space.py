@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from remap.drivers.host import linux
 from remap.drivers.host.addresses import AddressMap
@@ -26,10 +25,28 @@ _SHARE = 0.9  # of the kernel's limit; the rest is for libraries that map withou
 _RECOUNT = 4096  # mappings of ours between two looks at how many the rest of the process has
 
 
-class Allocation:
-    """Physical memory: an extent of an arena, or a shareable file of its own."""
+UNMAPPED = -1
+_HOLE = -1  # the edge of a hole, on either side: holes go on into each other
+_NOTHING = -2  # the edge of what is not ours
 
-    __slots__ = ("extent", "file", "handle", "mappings", "properties", "references", "size")
+
+class Allocation:
+    """Physical memory: an extent of an arena, or a shareable file of its own.
+
+    `allowed` are the locations (bits) that may be granted access to it.
+    """
+
+    __slots__ = (
+        "allowed",
+        "extent",
+        "file",
+        "handle",
+        "mappings",
+        "properties",
+        "references",
+        "size",
+        "starts",
+    )
 
     def __init__(
         self,
@@ -37,6 +54,7 @@ class Allocation:
         size: int,
         properties: AllocationProperties,
         extent: Extent,
+        allowed: int,
         file: SharedFile | None = None,
     ) -> None:
         self.handle = handle
@@ -44,6 +62,8 @@ class Allocation:
         self.properties = properties
         self.extent = extent
         self.file = file
+        self.allowed = allowed
+        self.starts = (extent.fd << 64) + extent.offset
         self.references = 1
         self.mappings = 0
 
@@ -61,18 +81,23 @@ class Reservation:
 class Mapping(Region):
     """An allocation at an address.
 
-    `protection` is what the kernel lets the CPU do there, None while the kernel has no such mapping; `wanted` is what
-    it is about to become.
+    `protection` is what the kernel lets the CPU do there, `UNMAPPED` while the kernel has no such mapping; `wanted` is
+    what it is about to become.
+
+    `starts` and `stops` are the mapping's edges in its file, as numbers whose low bits are free for a protection.
+    Two neighbours are one mapping to the kernel if the edge at which the left one stops, with its protection, equals
+    the edge at which the right one starts: same file, same right, and the offset goes on.
     """
 
-    __slots__ = ("allocation", "fd", "offset", "protection", "wanted")
+    __slots__ = ("allocation", "protection", "starts", "stops", "wanted")
 
     def __init__(self, base: int, allocation: Allocation, identity: int, born: int) -> None:
         super().__init__(base, allocation.size, identity, born)
         self.allocation = allocation
-        self.fd, self.offset = allocation.extent
-        self.protection: int | None = None
-        self.wanted: int | None = None
+        self.starts = allocation.starts
+        self.stops = allocation.starts + allocation.size
+        self.protection = UNMAPPED
+        self.wanted = UNMAPPED
 
 
 class AddressSpace:
@@ -82,6 +107,8 @@ class AddressSpace:
         self._granularity = granularity
         self.reservations: AddressMap[Reservation] = AddressMap()
         self.mappings: AddressMap[Mapping] = AddressMap()
+        self._by_end: dict[int, Mapping] = {}
+        self._latest: Reservation | None = None
         self.kernel_mappings = 0
         self._limit = 0
         self._counted_at = 0
@@ -151,72 +178,73 @@ class AddressSpace:
         linux.give_back(reservation.base, reservation.end - reservation.base)
         if listed:
             self.reservations.remove(reservation)
+            self._latest = None
             self.kernel_mappings -= self._reservation_pieces(reservation)
         else:
             self.kernel_mappings -= 1
 
+    def around(self, address: int) -> Reservation | None:
+        """Return the reservation that holds an address; calls in a row mostly mean the same one."""
+        latest = self._latest
+        if latest is not None and latest.base <= address < latest.end:
+            return latest
+        found = self.reservations.at(address)
+        if found is not None:
+            self._latest = found
+        return found
+
     def covers(self, start: int, end: int) -> bool:
         """Tell whether reservations cover [start, end) without a gap."""
         while start < end:
-            reservation = self.reservations.at(start)
+            reservation = self.around(start)
             if reservation is None:
                 return False
             start = reservation.end
         return True
 
-    # -- the kernel's mappings --
+    # -- mappings --
 
-    def protect(self, call: str, mappings: Sequence[Mapping]) -> None:
-        """Give mappings, in address order, the CPU rights in their `wanted`; all of them or none."""
-        changed = [
-            mapping for mapping in mappings if mapping.wanted != (mapping.protection or linux.PROT_NONE)
-        ]
+    def insert(self, mapping: Mapping) -> None:
+        """Add a mapping to the tables; the kernel hears of it when somebody is given access."""
+        self.mappings.insert(mapping)
+        self._by_end[mapping.end] = mapping
+
+    def remove(self, mapping: Mapping) -> None:
+        """Take a mapping that the kernel does not have any more out of the tables."""
+        self.mappings.remove(mapping)
+        del self._by_end[mapping.end]
+
+    def change(self, call: str, mappings: Sequence[Mapping]) -> None:
+        """Let the kernel do what is `wanted` for mappings, in address order: for all of them, or for none.
+
+        Raises `OutOfAddressSpaceError` where that would take too many kernel mappings.
+        """
+        changed = [mapping for mapping in mappings if mapping.wanted != mapping.protection]
         if not changed:
             return
         growth = self._growth(changed)
-        self._check_count(call, growth)
-        done: list[tuple[Mapping, int | None]] = []
+        # What is kept free below the kernel's limit is there so that unmapping always works.
+        if growth > 0 and changed[0].wanted != UNMAPPED:
+            self._check_count(call, growth)
+        runs = [changed] if len(changed) == 1 else _runs(changed)
+        done = 0
         try:
-            for run in _runs(changed):
-                first, last = run[0], run[-1]
-                if first.protection is None:
-                    linux.place(first.base, last.end - first.base, first.fd, first.offset, first.wanted or 0)
+            for run in runs:
+                first = run[0]
+                size = run[-1].end - first.base
+                if first.wanted == UNMAPPED:
+                    linux.clear(first.base, size)
+                elif first.protection == UNMAPPED:
+                    linux.place(first.base, size, first.allocation.extent, first.wanted)
                 else:
-                    linux.protect(first.base, last.end - first.base, first.wanted or 0)
-                for mapping in run:
-                    done.append((mapping, mapping.protection))
-                    mapping.protection = mapping.wanted
+                    linux.protect(first.base, size, first.wanted)
+                done += 1
         except OSError as error:
-            self._undo(done)
+            for run in runs[:done]:
+                _undo(run)
             raise system_error(call, error) from error
-        self.kernel_mappings += growth
-
-    def _undo(self, done: list[tuple[Mapping, int | None]]) -> None:
-        for mapping, before in reversed(done):
-            mapping.protection = before
-            with contextlib.suppress(OSError):
-                if before is None:
-                    linux.clear(mapping.base, mapping.end - mapping.base)
-                else:
-                    linux.protect(mapping.base, mapping.end - mapping.base, before)
-
-    def clear(self, mappings: Sequence[Mapping]) -> None:
-        """Turn mappings, in address order, into holes again; raises `OSError`."""
-        placed = [mapping for mapping in mappings if mapping.protection is not None]
-        if not placed:
-            return
-        for mapping in placed:
-            mapping.wanted = None
-        growth = self._growth(placed)
-        start = end = placed[0].base
-        for mapping in placed:
-            if mapping.base != end:
-                linux.clear(start, end - start)
-                start = mapping.base
-            end = mapping.end
-        linux.clear(start, end - start)
-        for mapping in placed:
-            mapping.protection = None
+        for mapping in changed:
+            mapping.protection = mapping.wanted
         self.kernel_mappings += growth
 
     # -- counting --
@@ -227,45 +255,40 @@ class AddressSpace:
         A mapping of the kernel begins wherever what ends and what begins at an address do not continue each other,
         so it is enough to look at both ends of every changed mapping, before and after.
         """
-        growth = 0
-        previous: Mapping | None = None
-        before: _Edge | None
-        after: _Edge | None
+        growth = end = 0
+        before = after = _NOTHING
         for mapping in changed:
-            if previous is not None and previous.end == mapping.base:
-                before, after = _end(previous, previous.protection), _end(previous, previous.wanted)
-            else:
-                if previous is not None:
-                    growth += self._growth_after(previous)
+            protection, wanted = mapping.protection, mapping.wanted
+            if mapping.base != end:
+                if end:
+                    growth += self._growth_after(end, before, after)
                 before = after = self._end_at(mapping.base)
-            growth += after != _start(mapping, mapping.wanted)
-            growth -= before != _start(mapping, mapping.protection)
-            previous = mapping
-        return growth if previous is None else growth + self._growth_after(previous)
+            growth += after != (_HOLE if wanted < 0 else mapping.starts | wanted)
+            growth -= before != (_HOLE if protection < 0 else mapping.starts | protection)
+            before = _HOLE if protection < 0 else mapping.stops | protection
+            after = _HOLE if wanted < 0 else mapping.stops | wanted
+            end = mapping.end
+        return growth + self._growth_after(end, before, after)
 
-    def _growth_after(self, mapping: Mapping) -> int:
-        right = self._start_at(mapping.end)
-        if right is None:
-            return 0
-        return (_end(mapping, mapping.wanted) != right) - (_end(mapping, mapping.protection) != right)
+    def _growth_after(self, address: int, before: int, after: int) -> int:
+        right = self._start_at(address)
+        return 0 if right == _NOTHING else (after != right) - (before != right)
 
-    def _end_at(self, address: int) -> _Edge | None:
-        """Return the edge that ends at an address, None where nothing of ours does."""
-        mapping = self.mappings.at(address - 1)
-        if mapping is not None:
-            return _end(mapping, mapping.protection)
-        return None if self.reservations.at(address - 1) is None else _HOLE
+    def _end_at(self, address: int) -> int:
+        """Return the edge that ends at an address."""
+        mapping = self._by_end.get(address)
+        if mapping is not None and mapping.protection >= 0:
+            return mapping.stops | mapping.protection
+        return _NOTHING if self.around(address - 1) is None else _HOLE
 
-    def _start_at(self, address: int) -> _Edge | None:
-        """Return the edge that starts at an address, None where nothing of ours does."""
+    def _start_at(self, address: int) -> int:
+        """Return the edge that starts at an address."""
         mapping = self.mappings.starting_at(address)
-        if mapping is not None:
-            return _start(mapping, mapping.protection)
-        return None if self.reservations.at(address) is None else _HOLE
+        if mapping is not None and mapping.protection >= 0:
+            return mapping.starts | mapping.protection
+        return _NOTHING if self.around(address) is None else _HOLE
 
     def _check_count(self, call: str, growth: int) -> None:
-        if growth <= 0:
-            return
         if (
             self.kernel_mappings + growth <= self._limit
             and self.kernel_mappings < self._counted_at + _RECOUNT
@@ -290,36 +313,33 @@ class AddressSpace:
         self._counted_at = self.kernel_mappings
 
 
-# Two neighbours are one mapping to the kernel if the edge at which the left one ends equals the one at which the right
-# one starts: same file, same protection, and the offset goes on. Holes always go on.
-_Edge: TypeAlias = tuple[int, int, int]
-_HOLE: _Edge = (-1, 0, 0)
-
-
-def _start(mapping: Mapping, protection: int | None) -> _Edge:
-    return _HOLE if protection is None else (mapping.fd, mapping.offset, protection)
-
-
-def _end(mapping: Mapping, protection: int | None) -> _Edge:
-    if protection is None:
-        return _HOLE
-    return (mapping.fd, mapping.offset + mapping.end - mapping.base, protection)
-
-
 def _runs(mappings: Sequence[Mapping]) -> list[list[Mapping]]:
     """Split mappings into runs that one system call can change."""
     runs: list[list[Mapping]] = []
-    edge: _Edge = _HOLE
+    end = edge = 0
     for mapping in mappings:
-        # Those that are placed only have to be neighbours; the others must also go on in their file.
-        file, offset = (-1, mapping.base) if mapping.protection is not None else (mapping.fd, mapping.offset)
-        wanted = mapping.wanted or linux.PROT_NONE
-        if runs and edge == (file, offset, wanted) and runs[-1][-1].end == mapping.base:
+        # What gets into the kernel has to go on in its file as well; for other changes it is enough to be neighbours.
+        placing = mapping.protection == UNMAPPED
+        starts, stops = (mapping.starts, mapping.stops) if placing else (mapping.base, mapping.end)
+        if mapping.base == end and starts == edge and mapping.wanted == runs[-1][-1].wanted:
             runs[-1].append(mapping)
         else:
             runs.append([mapping])
-        edge = (file, offset + mapping.end - mapping.base, wanted)
+        end, edge = mapping.end, stops
     return runs
+
+
+def _undo(run: Sequence[Mapping]) -> None:
+    """Bring the kernel back to the `protection` of mappings which it had changed to `wanted`."""
+    for mapping in run:
+        size = mapping.end - mapping.base
+        with contextlib.suppress(OSError):
+            if mapping.protection == UNMAPPED:
+                linux.clear(mapping.base, size)
+            elif mapping.wanted == UNMAPPED:
+                linux.place(mapping.base, size, mapping.allocation.extent, mapping.protection)
+            else:
+                linux.protect(mapping.base, size, mapping.protection)
 
 
 def system_error(call: str, error: OSError) -> DriverError:

@@ -236,14 +236,18 @@ class Streams:
 
     def wait_for(self, call: str, clock: Clock) -> None:
         """Wait until a clock is reached, and let the host know; raises the fault of a kernel, if there was one."""
-        if isinstance(threading.current_thread(), _StreamThread):
-            rule = "a kernel may not wait for the driver it runs on"
-            raise driver_error(call, CudaResult.NOT_PERMITTED, asked=call, rule=rule)
+        self.check_thread(call)
         for stream, number in clock.items():
             stream.wait(number)
         self._machine.guard.check_faults(call)
         with self._machine.lock:
             learn(clock)
+
+    def check_thread(self, call: str) -> None:
+        """Raise NOT_PERMITTED if a kernel calls, which would wait for itself."""
+        if isinstance(threading.current_thread(), _StreamThread):
+            rule = "a kernel may not wait for the driver it runs on"
+            raise driver_error(call, CudaResult.NOT_PERMITTED, asked=call, rule=rule)
 
     def try_learn(self, call: str, clock: Clock) -> bool:
         """As `wait_for`, if that needs no wait; else return False."""

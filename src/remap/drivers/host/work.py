@@ -109,20 +109,20 @@ class Region:
 class OpaqueWork:
     """The launches that may touch anything their device may access, logged once instead of on every mapping."""
 
-    __slots__ = ("_latest",)
+    __slots__ = ("latest",)
 
     def __init__(self) -> None:
-        self._latest: Log = {}
+        self.latest: Log = {}
 
     def record(self, work: Work) -> None:
         """Note a launch."""
-        self._latest[work.stream] = work
+        self.latest[work.stream] = work
 
     def unordered(self, region: Region, devices: int) -> Work | None:
         """Return such a launch of one of the `devices` (bits) that may still use the region."""
-        for stream, work in list(self._latest.items()):
+        for stream, work in list(self.latest.items()):
             if work.ordered:
-                del self._latest[stream]
+                del self.latest[stream]
             elif (
                 work.tick > region.born
                 and (devices & region.readers) >> stream.device & 1
@@ -130,6 +130,3 @@ class OpaqueWork:
             ):
                 return work
         return None
-
-    def __bool__(self) -> bool:
-        return bool(self._latest)
