@@ -7,6 +7,7 @@ one message on the error stream; `REMAP_DEBUG=1` adds where they come from.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -37,6 +38,10 @@ cli.add_command(demo)
 
 def main() -> None:
     """Run the command with the process's arguments and exit with its status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal may not know a character of ours, or of a file's name.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
 
 
@@ -63,6 +68,11 @@ def run(arguments: Sequence[str]) -> int:
         return FAILED
     except (RemapError, OSError, MemoryError) as error:
         _show(error)
+        return FAILED
+    except ImportError as error:  # NumPy's is a page long; its cause is what the user can do something about
+        cause = RemapError("a library", rule=f"it cannot be loaded ({error.__cause__ or error})")
+        cause.__cause__ = error
+        _show(cause)
         return FAILED
     return status if isinstance(status, int) else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
@@ -39,23 +40,23 @@ class Report:
         first = Text(f"{label:<{_INDENT}}", "bold")
         for line in (lines,) if isinstance(lines, str) else lines:
             for part in self._parts(line):
-                self._put(first + part)
+                self._put(Text.assemble(first, part))
                 first = Text(" " * _INDENT)
 
     def bar(self, runs: Sequence[tuple[Location, int]]) -> Text:
         """Return consecutive runs of bytes as one bar: a character is an equal share, and names its location."""
         total = sum(size for _, size in runs)
         width = self.bar_width
-        bar = Text("[")
+        cells: list[Location] = []
         index, end = 0, runs[0][1] if runs else 0
         for cell in range(width if total else 0):
             middle = (2 * cell + 1) * total // (2 * width)
             while middle >= end:
                 index += 1
                 end += runs[index][1]
-            bar.append(symbol(runs[index][0]), _style(runs[index][0]))
-        bar.append("]")
-        return bar
+            cells.append(runs[index][0])
+        parts = [(symbol(place) * len(list(same)), _style(place)) for place, same in groupby(cells)]
+        return Text.assemble("[", *parts, "]")
 
     @property
     def bar_width(self) -> int:

@@ -77,7 +77,9 @@ def _load(path: str) -> Float32:
         raise InvalidValueError(f"read {path}", rule="it is an archive of several arrays", next_step=step)
     array = cast("Float32", loaded)
     if array.dtype != np.float32 or array.ndim != 1:
-        rule = f"it has {array.ndim} dimensions of {array.dtype}, and the kernel takes one of float32"
+        rule = (
+            f"it is a {array.ndim}-dimensional array of {array.dtype}, and the kernel adds vectors of float32"
+        )
         raise InvalidValueError(f"read {path}", rule=rule, next_step=step)
     return array
 
