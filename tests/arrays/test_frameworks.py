@@ -28,9 +28,7 @@ def framework(name: str) -> Any:
 
 @pytest.fixture
 def memory() -> Iterator[remap.Buffer]:
-    """Device memory for the arrays of a test. They are its own, so that none outlives it: one that gave its interface
-    away holds the memory open.
-    """
+    """Device memory; a test makes its own array of it, which ends with the test and so holds nothing open after it."""
     with remap.allocate(4000, resident=0) as buffer:
         buffer.copy_from_host(np.arange(1000, dtype=np.float32))
         yield buffer
