@@ -164,7 +164,8 @@ class Kernel:
             elif queue is not None:
                 key = (queue.device.index, queue.handle)
                 for span in spans:
-                    span._uses._streams[key] = queue
+                    uses = span._known_uses
+                    (span._uses if uses is None else uses)._streams[key] = queue
                 self.module._uses._streams[key] = queue
         finally:
             with self._lock:
