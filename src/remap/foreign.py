@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from remap import dlpack, drivers
-from remap.locations import Device, device
 from remap.errors import DriverError, InvalidValueError
+from remap.locations import Device, device
 from remap.sizes import LARGEST
 from remap.streams import Queue, StreamLike, Uses, as_stream
 from remap.types import Host, Location
@@ -117,17 +117,18 @@ def as_array(value: Any, *, stream: StreamLike | None = None) -> ForeignArray:
 
     if isinstance(value, np.ndarray):
         return _host_array(cast("NDArray[Any]", value))
-    refused: Exception | None = None
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         try:
             return from_dlpack(value, stream=stream)
-        except (BufferError, InvalidValueError) as error:  # a type that DLPack lacks, say
-            refused = error
+        except (BufferError, InvalidValueError):  # a type that DLPack lacks, say
+            # No name for the error here: it would keep this frame alive, and with it the array.
+            interface = getattr(value, "__cuda_array_interface__", None)
+            if interface is None:
+                raise
+            return _from_interface(value, interface, stream)
     interface = getattr(value, "__cuda_array_interface__", None)
     if interface is not None:
         return _from_interface(value, interface, stream)
-    if refused is not None:
-        raise refused
     try:
         view = memoryview(value)
     except TypeError:
