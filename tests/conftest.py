@@ -17,6 +17,8 @@ pytest.register_assert_rewrite("remap.testing")
 # Examples are never timed. CI draws the same ones every time, so that nothing fails there by the luck of the draw; a
 # developer's machine goes on looking for new ones.
 hypothesis.settings.register_profile("default", deadline=None)
+# pytest --hypothesis-profile long: for a night, or for a driver that has just been changed.
+hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
