@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from remap.locations import Device
 from remap.errors import AccessError, InUseError
+from remap.locations import Device
 from remap.streams import Queue, StreamLike, Uses
 from remap.types import Access, Location
 
@@ -26,9 +26,11 @@ class Memory(Protocol):
     _address: int
     _driver: Any
     _exports: set[int] | None
-    _rights: dict[Location, Access]
     _size: int
     _taken: str
+
+    @property
+    def _rights(self) -> Mapping[Location, Access]: ...
 
     @property
     def _uses(self) -> Uses: ...
