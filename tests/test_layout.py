@@ -26,7 +26,7 @@ LAYERS = (
     ("buffers",),
     ("chunks",),
     ("handles",),
-    ("spans",),
+    ("spans", "ranges"),
     ("arrays", "exports", "foreign", "dlpack", "streams", "locations"),
     ("drivers",),
     ("lifetime", "types", "sizes", "errors"),
@@ -35,6 +35,7 @@ LAYERS = (
 
 NEIGHBOURS = {
     "__main__": {"cli"},
+    "spans": {"ranges"},
     "arrays": {"exports", "foreign", "dlpack", "streams", "locations"},
     "exports": {"streams", "locations"},
     "foreign": {"dlpack", "streams", "locations"},

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from remap.arrays import DeviceArray as DeviceArray
     from remap.buffers.base import Buffer as Buffer
     from remap.buffers.base import allocate as allocate
-    from remap.locations import Device as Device
-    from remap.locations import device as device
-    from remap.locations import devices as devices
     from remap.drivers import current
     from remap.drivers import use as use
     from remap.errors import AccessError as AccessError
@@ -48,6 +45,9 @@ if TYPE_CHECKING:
     from remap.handles import Reservation as Reservation
     from remap.handles import create as create
     from remap.handles import reserve as reserve
+    from remap.locations import Device as Device
+    from remap.locations import device as device
+    from remap.locations import devices as devices
     from remap.sizes import GiB as GiB
     from remap.sizes import KiB as KiB
     from remap.sizes import MiB as MiB

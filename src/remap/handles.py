@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from collections.abc import Mapping as MappingOf
 from typing import Any, ClassVar
 
 from remap import drivers
-from remap.locations import LocationLike, device, location, parse_handle_types
 from remap.errors import (
     AlignmentError,
     InUseError,
@@ -29,12 +27,10 @@ from remap.errors import (
     OutOfMemoryError,
 )
 from remap.lifetime import Description, Release, Resource, Rollback, drain, pending
+from remap.locations import AccessLike, LocationLike, device, location, parse_access, parse_handle_types
 from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
 from remap.spans import Chunk, Span
-from remap.types import Access, AllocationProperties, Grants, HandleType, Location
-
-AccessLike = MappingOf[Any, Access | str]
-"""What is taken as access: locations (a device, its number, `remap.Host()`) and their rights."""
+from remap.types import AllocationProperties, Grants, HandleType, Location
 
 
 class PhysicalAllocation(Resource):
@@ -175,25 +171,8 @@ class Mapping(Span):
         """The one (address, size, location) behind this mapping."""
         return (Chunk(self.address, self._size, self.location),)
 
-    def set_access(self, access: AccessLike) -> None:
-        """Change the rights of the locations that are named; the others keep theirs.
-
-        Taking a right away waits, as `close()` does, for the work that may still use it. Raises the driver's
-        refusal, and leaves all rights as they were. Source: cuMemSetAccess.
-        """
-        grants = parse_access(access)
-        order = list(Access)
-        if any(order.index(right) < order.index(self._right(place)) for place, right in grants):
-            self._wait_for_work("change of access")
-        with self._driver.lock:
-            self._check()
-            set_access(self._driver, self._address, self._size, grants, self._rights)
-
-    def get_access(self, where: LocationLike) -> Access:
-        """Return the right of a location, asking the driver. Source: cuMemGetAccess."""
-        self._check()
-        found: Access = self._driver.get_access(self._address, location(where))
-        return found
+    def _ranges(self) -> list[tuple[int, int]]:
+        return [(self._address, self._size)]
 
     def _detach(self) -> Release:
         table = self.reservation._table
@@ -279,30 +258,6 @@ def reserve(size: Size, *, alignment: Size | None = None, hint: int = 0) -> Rese
         raise InvalidValueError("a reservation of 0 bytes", rule="a reservation has at least one granule")
     check_aligned(number, driver.granularity(AllocationProperties(device().location)).minimum, "size")
     return Reservation(driver, number, alignment=parse_alignment(alignment), hint=parse_size(hint, "hint"))
-
-
-def parse_access(access: AccessLike | None) -> Grants:
-    """Return access rights as a driver takes them, with every location checked to exist."""
-    if not access:
-        return ()
-    return tuple((location(place), Access.parse(right)) for place, right in access.items())
-
-
-def set_access(driver: Any, address: int, size: int, grants: Grants, rights: dict[Location, Access]) -> None:
-    """Set rights on whole mappings and note them in `rights`; after a failure all are as they were."""
-    if not grants:
-        raise InvalidValueError("a change of access that names no location", rule="name at least one")
-    with Rollback() as rollback:
-        if len(grants) > 1:  # one call can have changed the first locations and failed at a later one
-            before = tuple((place, rights[place]) for place, _ in grants if place in rights)
-            if before:
-                rollback.undo(driver.set_access, address, size, before)
-        driver.set_access(address, size, grants)
-    for place, right in grants:
-        if right.readable:
-            rights[place] = right
-        else:
-            rights.pop(place, None)
 
 
 def parse_alignment(alignment: Size | None) -> int:

@@ -13,9 +13,11 @@ from remap import drivers
 from remap.drivers.protocol import Driver
 from remap.errors import InvalidValueError, NotSupportedError, driver_error
 from remap.types import (
+    Access,
     AllocationProperties,
     Capability,
     DeviceProperties,
+    Grants,
     Granularity,
     HandleType,
     Location,
@@ -156,6 +158,9 @@ DeviceLike: TypeAlias = Device | SupportsIndex
 LocationLike: TypeAlias = Device | Location | SupportsIndex
 """What is taken where a location is asked for: also `remap.Host()` and `remap.HostNuma(n)`."""
 
+AccessLike: TypeAlias = Mapping[Any, Access | str]
+"""What is taken as access: locations (a device, its number, `remap.Host()`) and "r", "rw" or "none" for each."""
+
 
 class _Known:
     """The device objects of the current driver, by number, and the fastest of them."""
@@ -240,6 +245,13 @@ def parse_handle_types(
     except ValueError:
         rule = 'a shareable handle is "posix_fd", "fabric" or "win32"'
         raise InvalidValueError(f"shareable {shareable!r}", rule=rule) from None
+
+
+def parse_access(access: AccessLike | None) -> Grants:
+    """Return access rights as a driver takes them, with every location checked to exist."""
+    if not access:
+        return ()
+    return tuple((location(place), Access.parse(right)) for place, right in access.items())
 
 
 def _own(found: Device, driver: Any) -> Device:

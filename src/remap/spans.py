@@ -1,23 +1,17 @@
-"""Spans: ranges of mapped addresses that can be filled, copied and viewed. Mappings and all buffers are spans.
-
-A span knows who may touch it, which queued work may still use it (`Uses`), and who looks at it through an array.
-Operations that use the memory go on side by side; those that would take it away (closing, and what residency adds)
-exclude them and each other: the second one raises `InUseError` (invariant 13).
-"""
+"""Spans: ranges that can be filled, copied and viewed. Mappings and all buffers are spans."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from remap.errors import AccessError, InvalidValueError
 from remap.locations import Device, device
-from remap.errors import AccessError, InUseError, InvalidValueError
-from remap.lifetime import Resource
+from remap.ranges import Chunk, Range, words
 from remap.sizes import format_size
-from remap.streams import After, Known, Queue, StreamLike, Uses, as_stream, wait_after
+from remap.streams import Queue, StreamLike, as_stream
 from remap.types import Access, Location
 
 if TYPE_CHECKING:
@@ -25,65 +19,11 @@ if TYPE_CHECKING:
 
     from remap.arrays import DeviceArray
 
-
-class Chunk(NamedTuple):
-    """One physical allocation's share of a span: where it starts, its bytes, and the location that holds them."""
-
-    address: int
-    size: int
-    location: Location
+__all__ = ["Chunk", "Span"]
 
 
-class Span(Resource):
-    """A range of mapped addresses with access rights: the base of `Mapping` and of every buffer."""
-
-    # Defaults on the class and not in a constructor: most spans never leave them.
-    _address: int = 0
-    _size: int = 0
-    _rights: dict[Location, Access]
-    _known_uses: Uses | None = None
-    _busy: int = 0
-    _taken: str = ""
-    # A token for each array that another library holds. Adding and dropping one is atomic, so a finaliser can do it on
-    # any thread without a lock.
-    _exports: set[int] | None = None
-
-    # -- what it is --
-
-    @property
-    def address(self) -> int:
-        """The first address, the same for the whole life of this object.
-
-        Reading it lets the address escape: from then on remap cannot know who uses it, and closing waits for the
-        contexts of all accessing devices unless `after=` says otherwise (invariant 7).
-        """
-        self._check()
-        self._uses.escaped = True
-        return self._address
-
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-        return self._size
-
-    @property
-    def access(self) -> Mapping[Location, Access]:
-        """The right of each location that has one."""
-        return MappingProxyType(dict(self._rights))
-
-    @property
-    def accessing(self) -> tuple[Device, ...]:
-        """The devices that may touch this memory, in the order in which they were named."""
-        return tuple(
-            device(place.index) for place, right in self._rights.items() if place.is_device and right.readable
-        )
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Every (address, size, location) behind this range, in order. Reading it lets the addresses escape."""
-        raise NotImplementedError
-
-    # -- what can be done with it --
+class Span(Range):
+    """A range of mapped addresses that can be filled, copied and viewed: the base of mappings and of every buffer."""
 
     def fill(
         self, value: int, *, offset: int = 0, size: int | None = None, stream: StreamLike | None = None
@@ -185,18 +125,6 @@ class Span(Resource):
 
         return DeviceArray.over(self, dtype, shape, offset)
 
-    # -- for the rooms above --
-
-    @property
-    def _uses(self) -> Uses:
-        uses = self._known_uses
-        if uses is None:
-            with self._driver.lock:  # two threads may come first at the same time
-                uses = self._known_uses
-                if uses is None:
-                    uses = self._known_uses = Uses()
-        return uses
-
     def _part(self, asked: str, offset: int, size: int | None) -> int:
         """Return the size of a part, checked against this span's bounds."""
         self._check()
@@ -208,41 +136,6 @@ class Span(Resource):
                 rule=f"the {self.kind} has {format_size(self._size)} ({self._size} bytes)",
             )
         return size
-
-    def _check_backed(self, asked: str) -> None:
-        """Raise `PausedError` if no memory stands behind the range; a mapping always has it."""
-
-    def _right(self, place: Location) -> Access:
-        return self._rights.get(place, Access.NONE)
-
-    def _begin_use(self, asked: str, place: Location, needed: Access) -> None:
-        """Begin an operation on the memory by one location; every one is followed by `_end_use`."""
-        with self._driver.lock:
-            self._check()
-            if self._taken:
-                raise InUseError(
-                    f"{asked} of {self.describe()}",
-                    rule=f"it is being {self._taken} by another thread",
-                    next_step="Let that end first",
-                )
-            self._check_backed(asked)
-            right = self._right(place)
-            if not (right.writable if needed is Access.READ_WRITE else right.readable):
-                raise AccessError(
-                    f"{asked} by {place}",
-                    rule=f"it has {_words(right)} to {self.describe()}",
-                    next_step=f'Grant it with access={{{place}: "{needed}"}}',
-                )
-            self._busy += 1
-
-    def _end_use(self, queue: Queue | None, keep: object = None) -> None:
-        """End an operation; `queue` is where work was left queued, None where it has completed."""
-        try:
-            if queue is not None:
-                self._uses.add(queue, keep)
-        finally:
-            with self._driver.lock:
-                self._busy -= 1
 
     @contextmanager
     def _using(
@@ -298,76 +191,11 @@ class Span(Resource):
             both = f" and to {source.describe()}" if source is not None else ""
             raise AccessError(
                 f"{asked} of {self.describe()}",
-                rule=f"no location has {_words(needed)} to it{both}",
+                rule=f"no location has {words(needed)} to it{both}",
                 next_step="Grant it with set_access, or when the memory is mapped",
             )
         # A device before the CPU: it copies faster, and in the order of a stream.
         return next((place for place in fitting if place.is_device), fitting[0])
-
-    def _wait_for_work(self, asked: str) -> None:
-        if self._known_uses:
-            self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
-
-    @contextmanager
-    def _taking(self, doing: str) -> Generator[None]:
-        """Exclude all other operations for a block that takes the memory away; `doing` is a past participle."""
-        with self._driver.lock:
-            self._check()
-            self._check_free(doing)
-            self._taken = doing
-        try:
-            yield
-        finally:
-            with self._driver.lock:
-                self._taken = ""
-
-    def _check_free(self, doing: str) -> None:
-        """Raise `InUseError` if anything uses the memory at this moment, or looks at it through an array."""
-        if self._taken or self._busy:
-            rule = (
-                f"it is being {self._taken}"
-                if self._taken
-                else f"{self._busy} operations on it are under way"
-            )
-            raise InUseError(f"{self.describe()} to be {doing}", rule=rule, next_step="Let them end first")
-        if self._exports:
-            raise InUseError(
-                f"{self.describe()} to be {doing}",
-                rule=f"{len(self._exports)} arrays of other libraries still view it",
-                next_step="Delete them first",
-            )
-
-    def _check_closable(self) -> None:
-        if self._taken or self._busy or self._exports:
-            self._check_free("closed")
-
-    def close(self, *, after: After = Known.STREAMS) -> None:
-        """Unmap and give the memory back. Closing again does nothing.
-
-        Waits on the host for the work that may still use it: by default for all streams that remap knows to use it
-        and, once the address escaped, for the contexts of the accessing devices. `after=` names a stream or an
-        event to wait for instead, or None: the caller's promise that there is no such work. Raises `InUseError`,
-        and stays open, while arrays of other libraries view it or a stream to be waited for is being captured.
-        """
-        release = self._begin_close()
-        if release is None:
-            return
-        if not isinstance(after, Known):
-            accessing, asked = self.accessing, f"closing {self.describe()}"
-            release.wait = lambda: wait_after(after, accessing[0] if accessing else device(), asked)
-        self._finish_close(release)
-        if self._known_uses is not None:
-            self._known_uses.forget()
-
-    def _wait_on_close(self) -> Callable[[], None] | None:
-        uses = self._known_uses
-        return uses.waiter(self.accessing, f"closing {self.kind} {self.serial}") if uses else None
-
-
-def _words(right: Access) -> str:
-    return {Access.NONE: "no access", Access.READ: "read access", Access.READ_WRITE: "read-write access"}[
-        right
-    ]
 
 
 def _host_array(value: Any, asked: str, *, writable: bool) -> NDArray[Any]:

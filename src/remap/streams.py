@@ -11,10 +11,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from remap.locations import Device, DeviceLike, device
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.errors import InUseError, InvalidValueError
-from remap.lifetime import Description, Release, Resource
+from remap.lifetime import Description, Release, Resource, Step, epoch
+from remap.locations import Device, DeviceLike, device
 
 
 @runtime_checkable
@@ -105,8 +105,23 @@ class Stream(Resource):
         self._check()
         return 0, self.handle
 
+    def close(self) -> None:
+        """Wait for the work of this stream, then destroy it. Closing again does nothing.
+
+        It waits so that memory used here knows that the work is over when the stream is gone. Raises `InUseError`
+        while the stream is being captured.
+        """
+        if self._open and self._epoch == epoch():
+            Queue(self.handle, self.device, self).check_not_capturing(f"closing {self.describe()}")
+        super().close()
+
     def _detach(self) -> Release:
-        return Release(1, [(_in_context, (self.device, self._driver.destroy_stream, self.handle))])
+        driver, at, handle = self._driver, self.device, self.handle
+        steps: list[Step] = [
+            (_in_context, (at, driver.synchronize_stream, handle)),
+            (_in_context, (at, driver.destroy_stream, handle)),
+        ]
+        return Release(1, steps)
 
     def describe(self) -> Description:
         """Return what this stream is."""
@@ -168,6 +183,11 @@ class Queue:
         self.handle = handle
         self.device = device
         self.owner = owner
+
+    @property
+    def over(self) -> bool:
+        """Whether this is a stream of ours that was closed, which has waited for all its work."""
+        return isinstance(self.owner, Stream) and self.owner.closed
 
     @property
     def transient(self) -> bool:
@@ -249,7 +269,8 @@ class Uses:
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if a stream to be waited for is being captured; nothing has been waited for then."""
         for queue in list(self._streams.values()):
-            queue.check_not_capturing(asked)
+            if not queue.over:
+                queue.check_not_capturing(asked)
 
     def wait(self, accessing: tuple[Device, ...], asked: str) -> None:
         """Wait on the host for all of it; if the address escaped, for the contexts of `accessing` too."""
@@ -261,6 +282,8 @@ class Uses:
             for (index, handle), queue in streams.items():
                 if self.escaped and any(one.index == index for one in accessing):
                     continue  # the whole context is waited for below
+                if queue.over:
+                    continue  # closing it has waited
                 with queue.device.current():
                     queue.device._driver.synchronize_stream(handle)
             for event in events.values():
@@ -288,6 +311,8 @@ class Uses:
         """Let later work of `target` wait for all of it; the host does not wait."""
         for (_, handle), queue in list(self._streams.items()):
             if handle == target.handle and queue.device == target.device:
+                continue
+            if queue.over:
                 continue
             with queue.device.current(), Event(queue.device) as event:
                 queue.device._driver.record_event(event.handle, handle)

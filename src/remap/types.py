@@ -27,6 +27,16 @@ class Location:
 
     kind: LocationKind
     index: int = 0
+    # Locations are keys at every launch and copy, so the hash is made once.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make the hash."""
+        object.__setattr__(self, "_hash", hash((self.kind, self.index)))
+
+    def __hash__(self) -> int:
+        """Return the hash made at construction."""
+        return self._hash
 
     @property
     def is_device(self) -> bool:

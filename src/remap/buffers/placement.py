@@ -1,0 +1,138 @@
+"""Placements: what the options of an allocation amount to, checked before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from remap.errors import AccessError, DriverError
+from remap.locations import LocationLike, device, devices, locations, parse_handle_types
+from remap.types import Access, AllocationProperties, Grants, HandleType, Host, HostNuma, Location
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the options of an allocation amount to: what to create, in order, and who may touch it."""
+
+    properties: tuple[AllocationProperties, ...]
+    grants: Grants
+    rights: Mapping[Location, Access]
+    granule: int
+
+
+class _Placements:
+    """The placements already worked out for one driver. Programs allocate with few sets of options, many times."""
+
+    LIMIT: ClassVar[int] = 256
+
+    def __init__(self) -> None:
+        self.driver: Any = None
+        self.known: dict[Any, Placement] = {}
+
+
+_placements = _Placements()
+
+
+def place(
+    driver: Any,
+    resident: LocationLike | Iterable[LocationLike] | None,
+    accessing: LocationLike | Iterable[LocationLike] | None,
+    access: Access | str,
+    shareable: HandleType | str | Iterable[HandleType | str] | None,
+    compressible: bool,
+    rdma: bool,
+) -> Placement:
+    """Check the options of an allocation and return what they amount to; raises before anything is allocated."""
+    if _placements.driver is not driver or len(_placements.known) > _Placements.LIMIT:
+        _placements.driver, _placements.known = driver, {}
+    key = (
+        tuple(resident) if isinstance(resident, list) else resident,
+        tuple(accessing) if isinstance(accessing, list) else accessing,
+        access,
+        shareable,
+        compressible,
+        rdma,
+    )
+    try:
+        found = _placements.known.get(key)
+    except TypeError:  # something in there has no hash, which is no mistake
+        return _place(driver, resident, accessing, access, shareable, compressible, rdma)
+    if found is None:
+        found = _place(driver, key[0], key[1], access, shareable, compressible, rdma)
+        _placements.known[key] = found
+    return found
+
+
+def _place(
+    driver: Any,
+    resident: LocationLike | Iterable[LocationLike] | None,
+    accessing: LocationLike | Iterable[LocationLike] | None,
+    access: Access | str,
+    shareable: HandleType | str | Iterable[HandleType | str] | None,
+    compressible: bool,
+    rdma: bool,
+) -> Placement:
+    places = locations(device() if resident is None else resident, "resident")
+    users = places if accessing is None else locations(accessing, "accessing")
+    right = Access.parse(access)
+    kinds = parse_handle_types(shareable)
+    _check_reach(driver, users, places)
+    properties = tuple(AllocationProperties(one, kinds, compressible, rdma) for one in places)
+    grants = tuple((user, right) for user in users)
+    rights = dict(grants) if right.readable else {}
+    return Placement(properties, grants, rights, granule(driver, properties[0]))
+
+
+def granule(driver: Any, properties: AllocationProperties) -> int:
+    """Return the largest granularity over all locations of the driver, so that every migration is legal."""
+    places = [one.location for one in devices()]
+    places += [place for place in (Host(), *_host_nodes()) if not properties.handle_types or place != Host()]
+    return max(_minimum(driver, at_place(properties, place)) for place in places)
+
+
+def _minimum(driver: Any, properties: AllocationProperties) -> int:
+    try:
+        return int(driver.granularity(properties).minimum)
+    except DriverError:
+        if properties.location.is_device:
+            raise
+        return 1  # host memory of this kind does not exist here, so nothing will migrate there
+
+
+def _host_nodes() -> list[Location]:
+    nodes = {one.properties.numa_node for one in devices()}
+    return [HostNuma(node) for node in sorted(node for node in nodes if node is not None and node >= 0)]
+
+
+def at_place(properties: AllocationProperties, place: Location) -> AllocationProperties:
+    """Return the same properties for another location."""
+    if properties.location == place:
+        return properties
+    return AllocationProperties(place, properties.handle_types, properties.compressible, properties.rdma)
+
+
+def _check_reach(driver: Any, users: tuple[Location, ...], places: tuple[Location, ...]) -> None:
+    """Raise before anything is allocated if a user cannot reach a place: peer capability is needed (A6)."""
+    for user in users:
+        for place in places:
+            if user == place or not place.is_device:
+                continue
+            if not user.is_device:
+                if device(place.index).capabilities["coherent"]:
+                    continue
+                raise AccessError(
+                    f"access of {user} to memory on {place}",
+                    rule="the CPU cannot be granted access to device memory here",
+                    next_step="Copy with to_host(), or make the memory resident on remap.Host()",
+                )
+            if not driver.can_access_peer(user.index, place.index):
+                raise AccessError(
+                    f"access of {user} to memory on {place}",
+                    rule=f"{user} cannot reach {place} (cuDeviceCanAccessPeer says no)",
+                    next_step=f"Devices that {user} reaches: {_reached(user)}",
+                )
+
+
+def _reached(user: Location) -> str:
+    return ", ".join(str(one) for one in device(user.index).peers()) or "none"

@@ -1,0 +1,253 @@
+"""Ranges: mapped addresses, who may touch them, which work still uses them, and what keeps them from being taken away.
+
+Operations that use the memory go on side by side; those that would take it away (closing, and what residency adds)
+exclude them and each other: the second one raises `InUseError` (invariant 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import NamedTuple
+
+from remap.errors import AccessError, InUseError, InvalidValueError
+from remap.lifetime import Resource, Rollback, undo
+from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
+from remap.streams import After, Known, Queue, Uses, wait_after
+from remap.types import Access, Location
+
+
+class Chunk(NamedTuple):
+    """One physical allocation's share of a span: where it starts, its bytes, and the location that holds them."""
+
+    address: int
+    size: int
+    location: Location
+
+
+class Range(Resource):
+    """Mapped addresses with access rights and the uses that are made of them; `Span` adds what can be done there."""
+
+    # Defaults on the class and not in a constructor: most spans never leave them.
+    _address: int = 0
+    _size: int = 0
+    _rights: Mapping[Location, Access]
+    _known_uses: Uses | None = None
+    _busy: int = 0
+    _taken: str = ""
+    # A token for each array that another library holds. Adding and dropping one is atomic, so a finaliser can do it on
+    # any thread without a lock.
+    _exports: set[int] | None = None
+
+    # -- what it is --
+
+    @property
+    def address(self) -> int:
+        """The first address, the same for the whole life of this object.
+
+        Reading it lets the address escape: from then on remap cannot know who uses it, and closing waits for the
+        contexts of all accessing devices unless `after=` says otherwise (invariant 7).
+        """
+        self._check()
+        self._uses.escaped = True
+        return self._address
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return self._size
+
+    @property
+    def access(self) -> Mapping[Location, Access]:
+        """The right of each location that has one."""
+        return MappingProxyType(dict(self._rights))
+
+    @property
+    def accessing(self) -> tuple[Device, ...]:
+        """The devices that may touch this memory, in the order in which they were named."""
+        return tuple(
+            device(place.index) for place, right in self._rights.items() if place.is_device and right.readable
+        )
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Every (address, size, location) behind this range, in order. Reading it lets the addresses escape."""
+        raise NotImplementedError
+
+    # -- who may touch it --
+
+    def set_access(self, access: AccessLike) -> None:
+        """Change the rights of the locations that are named; the others keep theirs.
+
+        Taking a right away waits, as `close()` does, for the work that may still use it. After a failure all rights
+        are as they were. Source: cuMemSetAccess.
+        """
+        grants = parse_access(access)
+        if not grants:
+            raise InvalidValueError("a change of access that names no location", rule="name at least one")
+        order = list(Access)
+        if any(order.index(right) < order.index(self._right(place)) for place, right in grants):
+            self._wait_for_work("change of access")
+        before = tuple((place, self._right(place)) for place, _ in grants)
+        held = tuple((place, right) for place, right in before if right.readable)
+        with self._driver.lock, Rollback() as rollback:
+            self._check()
+            for address, size in self._ranges():
+                try:
+                    self._driver.set_access(address, size, grants)
+                except BaseException as error:
+                    if (
+                        held and len(grants) > 1
+                    ):  # it may have changed the first locations and failed at a later one
+                        undo(error, self._driver.set_access, address, size, held)
+                    raise
+                rollback.undo(self._driver.set_access, address, size, before)
+            rights = {**self._rights, **dict(grants)}
+            self._rights = {place: right for place, right in rights.items() if right.readable}
+
+    def get_access(self, where: LocationLike) -> Access:
+        """Return the right of a location at the first address, asking the driver. Source: cuMemGetAccess."""
+        self._check()
+        self._check_backed("get_access")
+        found: Access = self._driver.get_access(self._address, location(where))
+        return found
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return the (address, size) of the ranges that are mapped, each as long as it can be."""
+        raise NotImplementedError
+
+    # -- uses --
+
+    @property
+    def _uses(self) -> Uses:
+        uses = self._known_uses
+        if uses is None:
+            with self._driver.lock:  # two threads may come first at the same time
+                uses = self._known_uses
+                if uses is None:
+                    uses = self._known_uses = Uses()
+        return uses
+
+    def _check_backed(self, asked: str) -> None:
+        """Raise `PausedError` if no memory stands behind the range; a mapping always has it."""
+
+    def _right(self, place: Location) -> Access:
+        return self._rights.get(place, Access.NONE)
+
+    def _begin_use(self, asked: str, place: Location, needed: Access) -> None:
+        """Begin an operation on the memory by one location; every one is followed by `_end_use`."""
+        with self._driver.lock:
+            self._check()
+            if self._taken:
+                raise InUseError(
+                    f"{asked} of {self.describe()}",
+                    rule=f"it is being {self._taken} by another thread",
+                    next_step="Let that end first",
+                )
+            self._check_backed(asked)
+            right = self._right(place)
+            if not (right.writable if needed is Access.READ_WRITE else right.readable):
+                raise AccessError(
+                    f"{asked} by {place}",
+                    rule=f"it has {words(right)} to {self.describe()}",
+                    next_step=f'Grant it with access={{{place}: "{needed}"}}',
+                )
+            self._busy += 1
+
+    def _end_use(self, queue: Queue | None, keep: object = None) -> None:
+        """End an operation; `queue` is where work was left queued, None where it has completed."""
+        try:
+            if queue is not None:
+                self._uses.add(queue, keep)
+        finally:
+            with self._driver.lock:
+                self._busy -= 1
+
+    def _wait_for_work(self, asked: str) -> None:
+        if self._known_uses:
+            self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
+
+    @contextmanager
+    def _taking(self, doing: str) -> Generator[None]:
+        """Exclude all other operations for a block that takes the memory away; `doing` is a past participle."""
+        with self._driver.lock:
+            self._check()
+            self._check_free(doing)
+            self._taken = doing
+        try:
+            yield
+        finally:
+            with self._driver.lock:
+                self._taken = ""
+
+    def _check_free(self, doing: str) -> None:
+        """Raise `InUseError` if anything uses the memory at this moment, or looks at it through an array."""
+        if self._taken or self._busy:
+            rule = (
+                f"it is being {self._taken}"
+                if self._taken
+                else f"{self._busy} operations on it are under way"
+            )
+            raise InUseError(f"{self.describe()} to be {doing}", rule=rule, next_step="Let them end first")
+        if self._exports:
+            raise InUseError(
+                f"{self.describe()} to be {doing}",
+                rule=f"{len(self._exports)} arrays of other libraries still view it",
+                next_step="Delete them first",
+            )
+
+    def _check_closable(self) -> None:
+        if self._taken or self._busy or self._exports:
+            self._check_free("closed")
+
+    def close(self, *, after: After = Known.STREAMS) -> None:
+        """Unmap and give the memory back. Closing again does nothing.
+
+        Waits on the host for the work that may still use it: by default for all streams that remap knows to use it
+        and, once the address escaped, for the contexts of the accessing devices. `after=` names a stream or an
+        event to wait for instead, or None: the caller's promise that there is no such work. Raises `InUseError`,
+        and stays open, while arrays of other libraries view it or a stream to be waited for is being captured.
+        """
+        release = self._begin_close()
+        if release is None:
+            return
+        if not isinstance(after, Known):
+            accessing, asked = self.accessing, f"closing {self.describe()}"
+            release.wait = lambda: wait_after(after, accessing[0] if accessing else device(), asked)
+        self._finish_close(release)
+        if self._known_uses is not None:
+            self._known_uses.forget()
+
+    def _wait_on_close(self) -> Callable[[], None] | None:
+        uses = self._known_uses
+        return uses.waiter(self.accessing, f"closing {self.kind} {self.serial}") if uses else None
+
+
+def begin_uses(ranges: Sequence[Range], place: Location, asked: str) -> None:
+    """Begin a use of every range by one location, or of none; `end_uses` follows. For launches, which have several.
+
+    The rights asked for are to read; what a launch writes, its own checks know.
+    """
+    begun = 0
+    try:
+        for one in ranges:
+            one._begin_use(asked, place, Access.READ)
+            begun += 1
+    except BaseException:
+        end_uses(ranges[:begun], None)
+        raise
+
+
+def end_uses(ranges: Sequence[Range], queue: Queue | None) -> None:
+    """End a use of every range; `queue` is where work was left queued, None if there is none."""
+    for one in ranges:
+        one._end_use(queue)
+
+
+def words(right: Access) -> str:
+    """Return an access right in words."""
+    return _WORDS[right]
+
+
+_WORDS = {Access.NONE: "no access", Access.READ: "read access", Access.READ_WRITE: "read-write access"}
