@@ -77,7 +77,8 @@ class Files:
             fd = self._keep(_open_again(made))
         finally:
             os.close(made)
-        file = self._shared[_identity(fd)] = SharedFile(fd, location, size)
+        key = _identity(fd)
+        file = self._shared[key] = SharedFile(fd, key.inode, location, size, imported=False)
         return file
 
     def export(self, file: SharedFile) -> int:
@@ -86,7 +87,7 @@ class Files:
         file.exported = True
         return fd
 
-    def adopt(self, fd: int, location: Location) -> SharedFile:
+    def adopt(self, fd: int, location: Location, size: int) -> SharedFile:
         """Return the shared file behind another's descriptor, which stays the other's.
 
         A file that this driver knows already is used again, so that its memory is counted once.
@@ -94,7 +95,8 @@ class Files:
         key = _identity(fd)
         file = self._shared.get(key)
         if file is None:
-            file = self._shared[key] = SharedFile(self._keep(os.dup(fd)), location, 0)
+            own = self._keep(os.dup(fd))
+            file = self._shared[key] = SharedFile(own, key.inode, location, size, imported=True)
         else:
             file.users += 1
         return file
@@ -120,11 +122,8 @@ class Files:
 
     def _end(self, file: SharedFile) -> None:
         del self._shared[_identity(file.fd)]
-        self._close(file.fd)
-
-    def _close(self, fd: int) -> None:
-        self._open.remove(fd)
-        os.close(fd)
+        self._open.remove(file.fd)
+        os.close(file.fd)
 
     def _keep(self, fd: int) -> int:
         self._open.add(fd)
@@ -144,14 +143,16 @@ class Files:
 
 
 class SharedFile:
-    """A sealed file, with how many allocations stand on it and the bytes it took from this driver's budget."""
+    """A sealed file, with how many allocations stand on it; `imported` if another process took its memory."""
 
-    __slots__ = ("charged", "exported", "fd", "location", "users")
+    __slots__ = ("exported", "fd", "imported", "inode", "location", "size", "users")
 
-    def __init__(self, fd: int, location: Location, charged: int) -> None:
+    def __init__(self, fd: int, inode: int, location: Location, size: int, *, imported: bool) -> None:
         self.fd = fd
+        self.inode = inode
         self.location = location
-        self.charged = charged
+        self.size = size
+        self.imported = imported
         self.users = 1
         self.exported = False
 

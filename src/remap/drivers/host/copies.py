@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from remap.drivers.host import linux
 from remap.drivers.host.contexts import Contexts
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.memory import Memory, invalid
+from remap.drivers.host.memory import Memory
 from remap.drivers.host.plain import PlainMemory
+from remap.drivers.host.refusals import invalid
 from remap.drivers.host.streams import Streams
 from remap.drivers.host.work import Region
 from remap.errors import DriverError
@@ -54,6 +55,11 @@ class Spans:
             address = region.end
         return found
 
+    def touches(self, start: int, end: int) -> bool:
+        """Tell whether a range has an address of ours, so that it must be checked even where host memory is meant."""
+        ours = self._memory.space.reservations.overlaps(start, end)
+        return ours or self._plain.regions.overlaps(start, end)
+
     def overlapping(self, start: int, end: int) -> Sequence[Region]:
         """Return everything that shares an address with a range. The caller holds the table lock."""
         return [
@@ -97,7 +103,7 @@ class Copies:
         if host:
             if not 0 < address <= LARGEST - size:
                 raise invalid(call, f"{size} bytes of host memory at {address:#x}", "no memory is there")
-            if not self._spans.overlapping(address, address + size):
+            if not self._spans.touches(address, address + size):
                 return ()
             who |= self._machine.cpu
         found = self._spans.regions(who, address, size, writes, strict=False)

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from remap.drivers.host import linux
+from remap.drivers.host.allocations import Allocations
 from remap.drivers.host.backing import Files
 from remap.drivers.host.contexts import Contexts
 from remap.drivers.host.copies import Copies, Spans
@@ -19,8 +20,9 @@ from remap.drivers.host.devices import Devices
 from remap.drivers.host.events import Events
 from remap.drivers.host.launch import Launches
 from remap.drivers.host.machine import Machine, Peers, check_options
-from remap.drivers.host.memory import Memory, invalid
+from remap.drivers.host.memory import Memory
 from remap.drivers.host.plain import PlainMemory
+from remap.drivers.host.refusals import invalid
 from remap.drivers.host.sharing import Sharing
 from remap.drivers.host.streams import Streams
 from remap.drivers.host.work import OpaqueWork
@@ -52,6 +54,8 @@ class HostDriver:
     says who reaches whom: `"all"`, `"none"`, or a matrix. Host-located memory has a budget of its own, `host_memory`,
     over all `numa_nodes`. `coherent` lets the CPU be granted access to device memory. `compression` grants what
     compressible memory asks for. `capabilities` switches features off by name, to see how a program does without.
+
+    With `REMAP_HOST_STATE=path` in the environment, the budgets are those of all processes that name the same path.
 
     The defaults fit a machine with 1 GiB of memory, as pages are only taken when they are written.
 
@@ -103,9 +107,10 @@ class HostDriver:
         opaque = OpaqueWork()
         self._devices = Devices(machine)
         self._contexts = Contexts(machine, self._devices)
-        self._memory = Memory(machine, self._devices, files, opaque)
-        self._plain = PlainMemory(machine, self._memory, files, opaque)
-        self._sharing = Sharing(machine, self._devices, self._memory, files)
+        self._allocations = Allocations(machine, self._devices, files)
+        self._memory = Memory(machine, self._devices, self._allocations, opaque)
+        self._plain = PlainMemory(machine, self._allocations, self._memory.space, files, opaque)
+        self._sharing = Sharing(machine, self._devices, self._allocations, files)
         self._streams = Streams(machine, self._contexts)
         self._events = Events(machine, self._contexts, self._streams)
         spans = Spans(self._memory, self._plain)
@@ -134,6 +139,7 @@ class HostDriver:
             self._plain.shut_down()
             self._memory.shut_down()
             self._files.close_all()
+            self._machine.shut_down()
 
     def __repr__(self) -> str:
         return f"<HostDriver of {self._machine.options.devices} devices in process {os.getpid()}>"
@@ -193,15 +199,15 @@ class HostDriver:
 
     def granularity(self, properties: AllocationProperties) -> Granularity:
         self._guard.check("cuMemGetAllocationGranularity")
-        return self._memory.granularity(properties)
+        return self._allocations.granularity(properties)
 
     def create(self, size: int, properties: AllocationProperties) -> int:
         self._guard.check("cuMemCreate")
-        return self._memory.create(size, properties)
+        return self._allocations.create(size, properties)
 
     def release(self, handle: int) -> None:
         self._guard.check("cuMemRelease")
-        self._memory.release(handle)
+        self._allocations.release(handle)
 
     def retain(self, address: int) -> int:
         self._guard.check("cuMemRetainAllocationHandle")
@@ -209,7 +215,7 @@ class HostDriver:
 
     def properties_of(self, handle: int) -> AllocationProperties:
         self._guard.check("cuMemGetAllocationPropertiesFromHandle")
-        return self._memory.properties_of(handle)
+        return self._allocations.properties_of(handle)
 
     def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
         self._guard.check("cuMemAddressReserve")
@@ -260,7 +266,7 @@ class HostDriver:
         call = "cuMemGetInfo"
         self._guard.check(call)
         location = Location(LocationKind.DEVICE, self._contexts.device(call))
-        return self._memory.info(location)
+        return self._allocations.info(location)
 
     def allocate(self, size: int) -> int:
         call = "cuMemAlloc"

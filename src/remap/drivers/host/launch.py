@@ -10,7 +10,7 @@ from remap.drivers.host.copies import Spans
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.guard import lose_context
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.memory import invalid
+from remap.drivers.host.refusals import invalid
 from remap.drivers.host.streams import Stream, Streams, failed
 from remap.drivers.host.work import OpaqueWork, Work
 from remap.errors import ContextLostError, CudaResult, IllegalAddressError, driver_error

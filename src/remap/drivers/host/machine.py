@@ -10,6 +10,7 @@ from typing import SupportsIndex, TypeAlias, TypeVar
 
 from remap.drivers.host import linux
 from remap.drivers.host.guard import Guard
+from remap.drivers.host.ledger import Ledger
 from remap.errors import CudaResult, InvalidValueError, driver_error
 from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
 from remap.types import CAPABILITIES, Location, LocationKind, MemoryInfo
@@ -37,18 +38,27 @@ class Machine:
         # One counter for every kind of handle: a stream's can then never be taken for an event's. The first ones
         # are left out, as CUDA gives 0, 1 and 2 a meaning as streams.
         self.handles = itertools.count(16)
+        self.ledger = Ledger.from_environment()
         self.budgets = {
-            Location(LocationKind.DEVICE, index): Budget(f"device {index}", size)
+            Location(LocationKind.DEVICE, index): Budget(f"device {index}", size, self.ledger)
             for index, size in enumerate(options.memory)
         }
-        self.host_budget = Budget("the host", options.host_memory)
+        self.host_budget = Budget("the host", options.host_memory, self.ledger)
         # Counts the launches that may touch anything; a mapping remembers how many there were before it.
         self.tick = 0
         self.guard.watch_forks(self)
 
     def after_fork(self) -> None:
-        """Renew the lock: in the child, a thread that does not exist there may hold it."""
+        """Renew the lock, which a thread that does not exist in the child may hold, and close the ledger."""
         self.lock = threading.Lock()
+        if self.ledger is not None:
+            self.ledger.after_fork()
+
+    def shut_down(self) -> None:
+        """Leave the ledger."""
+        if self.ledger is not None:
+            with self.lock:
+                self.ledger.close()
 
     def budget(self, location: Location) -> Budget:
         """Return what pays for memory at a location that exists."""
@@ -68,39 +78,60 @@ class Machine:
 
 
 class Budget:
-    """The physical memory of one place: a figure that allocations take from and give back to."""
+    """The physical memory of one place: a figure that allocations take from and give back to.
 
-    __slots__ = ("name", "total", "used")
+    With a ledger, all processes that use the same one take from the same figure. `inode` is then what tells shareable
+    memory apart, which counts once however many hold it; it is 0 for all other memory.
+    """
 
-    def __init__(self, name: str, total: int) -> None:
-        self.name = name
-        self.total = total
-        self.used = 0
+    __slots__ = ("_ledger", "_name", "_total", "_used")
+
+    def __init__(self, name: str, total: int, ledger: Ledger | None) -> None:
+        self._name = name
+        self._total = total
+        self._used = 0
+        self._ledger = ledger
 
     @property
     def free(self) -> int:
         """The bytes that can be taken."""
-        return self.total - self.used
-
-    def take(self, call: str, size: int) -> None:
-        """Take `size` bytes, or raise OUT_OF_MEMORY saying what is free."""
-        if size > self.free:
-            raise driver_error(
-                call,
-                CudaResult.OUT_OF_MEMORY,
-                asked=f"{format_size(size)} of memory on {self.name}",
-                rule=f"{format_size(self.free)} of {format_size(self.total)} are free",
-                next_step="Free other memory there, or open the host driver with more",
-            )
-        self.used += size
+        return self._total - (self._used if self._ledger is None else self._ledger.used(self._name))
 
     def info(self) -> MemoryInfo:
         """Return what is free, and the total."""
-        return MemoryInfo(self.free, self.total)
+        return MemoryInfo(max(self.free, 0), self._total)
 
-    def give(self, size: int) -> None:
+    def take(self, call: str, size: int, inode: int = 0) -> None:
+        """Take `size` bytes, or raise OUT_OF_MEMORY saying what is free."""
+        if self._ledger is None:
+            free = self._total - self._used
+        else:
+            free = self._ledger.take(self._name, size, self._total, inode)
+        if size > free:
+            raise driver_error(
+                call,
+                CudaResult.OUT_OF_MEMORY,
+                asked=f"{format_size(size)} of memory on {self._name}",
+                rule=f"{format_size(max(free, 0))} of {format_size(self._total)} are free",
+                next_step="Free other memory there, or open the host driver with more",
+            )
+        self._used += size
+
+    def give(self, size: int, inode: int = 0) -> None:
         """Give back what was taken."""
-        self.used -= size
+        self._used -= size
+        if self._ledger is not None:
+            self._ledger.give(self._name, size, inode)
+
+    def hold(self, size: int, inode: int) -> None:
+        """Note memory that another process took and this one holds, too: without a ledger it is only the other's."""
+        if self._ledger is not None:
+            self._ledger.hold(self._name, size, inode)
+
+    def let_go(self, size: int, inode: int) -> None:
+        """Hold it no longer."""
+        if self._ledger is not None:
+            self._ledger.give(self._name, size, inode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,165 +1,39 @@
-"""Physical allocations, reservations, mappings and access rights, by the rules of CUDA (T1 … T8, T11, T12)."""
+"""Reservations, mappings and access rights, by the rules of CUDA (T3 … T8, T11, T12)."""
 
 from __future__ import annotations
 
 from remap.drivers.host import linux
-from remap.drivers.host.backing import Extent, Files, give_pages
+from remap.drivers.host.allocations import Allocation, Allocations
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.space import UNMAPPED, AddressSpace, Allocation, Mapping, system_error
-from remap.drivers.host.work import OpaqueWork, Work
-from remap.errors import CudaResult, DriverError, InUseError, driver_error
+from remap.drivers.host.refusals import in_use, invalid, span
+from remap.drivers.host.space import UNMAPPED, AddressSpace, Mapping
+from remap.drivers.host.work import OpaqueWork
+from remap.errors import CudaResult, driver_error
 from remap.sizes import format_size, is_power_of_two
 from remap.types import (
     Access,
     AddressRange,
-    AllocationProperties,
     Grants,
-    Granularity,
-    HandleType,
     Location,
-    LocationKind,
-    MemoryInfo,
     PointerInfo,
 )
 
-_INVALID = CudaResult.INVALID_VALUE
 _NONE, _READ_WRITE = Access.NONE, Access.READ_WRITE
-
-
-def invalid(call: str, asked: str, rule: str, next_step: str = "") -> DriverError:
-    """Return the INVALID_VALUE error of a call."""
-    return driver_error(call, _INVALID, asked=asked, rule=rule, next_step=next_step)
 
 
 class Memory:
     """The calls on memory objects, which need no context and wait for nothing."""
 
-    def __init__(self, machine: Machine, devices: Devices, files: Files, opaque: OpaqueWork) -> None:
+    def __init__(
+        self, machine: Machine, devices: Devices, allocations: Allocations, opaque: OpaqueWork
+    ) -> None:
         self._machine = machine
         self._devices = devices
-        self._files = files
+        self._allocations = allocations
         self._opaque = opaque
         self._granule = machine.options.granularity
         self.space = AddressSpace(self._granule)
-        self.allocations: dict[int, Allocation] = {}
-
-    # -- physical allocations --
-
-    def granularity(self, properties: AllocationProperties) -> Granularity:
-        """Return the granularities, which are the same for every location (T1)."""
-        self._check_properties("cuMemGetAllocationGranularity", properties)
-        return Granularity(self._granule, self._granule)
-
-    def create(self, size: int, properties: AllocationProperties) -> int:
-        """Take memory from the location's budget and give it a handle (T2)."""
-        call = "cuMemCreate"
-        self._check_properties(call, properties)
-        if size <= 0 or size % self._granule:
-            raise invalid(call, f"size {size}", self._multiple)
-        location = properties.location
-        budget = self._machine.budget(location)
-        found = properties
-        compressed = properties.compressible and self._machine.options.compression
-        if properties.compressible != compressed or location.kind is LocationKind.HOST:
-            # What was asked of the host at large is read back as the node that the driver picked.
-            place = Location(LocationKind.HOST_NUMA) if location.kind is LocationKind.HOST else location
-            found = AllocationProperties(place, properties.handle_types, compressed, properties.rdma)
-        with self._machine.lock:
-            if size > budget.free:
-                self.reclaim()
-            budget.take(call, size)
-            file = None
-            try:
-                if properties.handle_types:
-                    file = self._files.create_sealed(location, size)
-                    extent = Extent(file.fd, 0)
-                else:
-                    extent = self._files.arena(location).allocate(size)
-            except OSError as error:
-                budget.give(size)
-                raise system_error(call, error) from error
-            handle = next(self._machine.handles)
-            self.allocations[handle] = Allocation(handle, size, found, extent, self.allowed(location), file)
-        return handle
-
-    @property
-    def _multiple(self) -> str:
-        return f"sizes are positive multiples of the granularity, {format_size(self._granule)}"
-
-    def _check_properties(self, call: str, properties: AllocationProperties) -> None:
-        location = properties.location
-        if not self._machine.bit(location):
-            if location.is_device:
-                self._devices.check(call, location.index)
-            nodes = self._machine.options.numa_nodes
-            raise invalid(call, str(location), f"the NUMA nodes are numbered 0 to {nodes - 1}")
-        if location.kind is LocationKind.DEVICE:
-            self._devices.require(call, "vmm")
-        else:
-            self._devices.require(call, "host_vmm" if location.kind is LocationKind.HOST else "host_numa_vmm")
-        for kind in properties.handle_types:
-            if kind is HandleType.WIN32:
-                raise invalid(call, str(kind), self._devices.reason("win32"))
-            if location.kind is LocationKind.HOST:
-                rule = "memory at the location HOST has no shareable handles"
-                raise invalid(call, f"{kind} at {location}", rule, "Use remap.HostNuma(node), or a device")
-            self._devices.require(call, kind.value)
-        if properties.rdma:
-            self._devices.require(call, "rdma")
-
-    def info(self, location: Location) -> MemoryInfo:
-        """Return what is free and what there is at a location."""
-        with self._machine.lock:
-            self.reclaim()
-            return self._machine.budget(location).info()
-
-    def reclaim(self) -> None:
-        """Give back the budget of exported memory that nobody holds any more. The caller holds the table lock."""
-        for file in self._files.sweep():
-            self._machine.budget(file.location).give(file.charged)
-
-    def allocation(self, call: str, handle: int) -> Allocation:
-        """Return a live allocation by its handle."""
-        found = self.allocations.get(handle)
-        if found is None or not found.references:
-            raise invalid(call, f"handle {handle}", "it is not the handle of a live allocation")
-        return found
-
-    def release(self, handle: int) -> None:
-        """Drop a reference; the memory stays while it is mapped (T8)."""
-        with self._machine.lock:
-            found = self.allocation("cuMemRelease", handle)
-            found.references -= 1
-            dead = not found.references and not found.mappings
-            if dead:
-                del self.allocations[handle]
-        if dead:
-            self._bury(found)
-
-    def _bury(self, dead: Allocation) -> None:
-        # Outside the lock: giving back a GiB of pages takes long, and nobody can find this memory any more.
-        budget = self._machine.budget(dead.properties.location)
-        if dead.file is None:
-            give_pages(dead.extent, dead.size)
-            with self._machine.lock:
-                budget.give(dead.size)
-        else:
-            with self._machine.lock:
-                if self._files.leave(dead.file):
-                    budget.give(dead.file.charged)
-
-    def retain(self, address: int) -> int:
-        """Add a reference to what is mapped at an address (T8)."""
-        with self._machine.lock:
-            allocation = self._mapping("cuMemRetainAllocationHandle", address).allocation
-            allocation.references += 1
-            return allocation.handle
-
-    def properties_of(self, handle: int) -> AllocationProperties:
-        """Return what an allocation was found to be."""
-        with self._machine.lock:
-            return self.allocation("cuMemGetAllocationPropertiesFromHandle", handle).properties
 
     # -- reservations --
 
@@ -168,7 +42,7 @@ class Memory:
         call = "cuMemAddressReserve"
         self._devices.require(call, "vmm")
         if size <= 0 or size % self._granule:
-            raise invalid(call, f"size {size}", self._multiple)
+            raise invalid(call, f"size {size}", self._allocations.multiple)
         if alignment and not is_power_of_two(alignment):
             raise invalid(
                 call, f"alignment {alignment}", "an alignment is a power of two, or 0 for the default"
@@ -185,11 +59,11 @@ class Memory:
             found = self.space.reservations.starting_at(address)
             if found is None or found.end != address + size:
                 rule = "it is not exactly one reservation"
-                raise invalid(call, _range(address, size), rule)
+                raise invalid(call, span(address, size), rule)
             inside = self.space.mappings.overlapping(address, found.end)
             if inside:
                 rule = f"{len(inside)} mappings are inside, the first at {inside[0].base:#x}"
-                raise invalid(call, _range(address, size), rule, "Unmap them first")
+                raise invalid(call, span(address, size), rule, "Unmap them first")
             self.space.free(found)
 
     # -- mappings --
@@ -199,7 +73,7 @@ class Memory:
         call = "cuMemMap"
         space = self.space
         with self._machine.lock:
-            allocation = self.allocation(call, handle)
+            allocation = self._allocations.find(call, handle)
             if offset or size != allocation.size:
                 raise driver_error(
                     call,
@@ -213,11 +87,11 @@ class Memory:
                 )
             end = address + size
             if not space.covers(address, end):
-                raise invalid(call, _range(address, size), "a part of it is not reserved")
+                raise invalid(call, span(address, size), "a part of it is not reserved")
             if space.mappings.overlaps(address, end):
                 other = space.mappings.overlapping(address, end)[0]
                 rule = f"the mapping at {other.base:#x} is in the way"
-                raise invalid(call, _range(address, size), rule, "Unmap it first")
+                raise invalid(call, span(address, size), rule, "Unmap it first")
             identity = next(self._machine.handles)
             space.insert(Mapping(address, allocation, identity, self._machine.tick))
             allocation.mappings += 1
@@ -226,11 +100,11 @@ class Memory:
         """Unmap the whole mappings in a range (T7), or raise `InUseError` naming the work that may use one."""
         call = "cuMemUnmap"
         if size <= 0 or (address | size) % self._granule:
-            raise invalid(call, _range(address, size), self._multiple)
+            raise invalid(call, span(address, size), self._allocations.multiple)
         space = self.space
         with self._machine.lock:
             if not space.covers(address, address + size):
-                raise invalid(call, _range(address, size), "a part of it is not reserved")
+                raise invalid(call, span(address, size), "a part of it is not reserved")
             found = self._whole(call, address, size)
             for mapping in found:
                 if mapping.reads or mapping.writes or self._opaque.latest:
@@ -243,10 +117,10 @@ class Memory:
                 allocation = mapping.allocation
                 allocation.mappings -= 1
                 if not allocation.mappings and not allocation.references:
-                    del self.allocations[allocation.handle]
+                    del self._allocations.by_handle[allocation.handle]
                     dead.append(allocation)
         for allocation in dead:
-            self._bury(allocation)
+            self._allocations.bury(allocation)
 
     def _whole(self, call: str, address: int, size: int) -> list[Mapping]:
         end = address + size
@@ -256,14 +130,16 @@ class Memory:
         found = self.space.mappings.overlapping(address, end)
         if found and (found[0].base < address or found[-1].end > end):
             cut = found[0] if found[0].base < address else found[-1]
-            rule = f"it takes a part of the mapping at {_range(cut.base, cut.end - cut.base)}; mappings are whole"
-            raise invalid(call, _range(address, size), rule)
+            rule = (
+                f"it takes a part of the mapping at {span(cut.base, cut.end - cut.base)}; mappings are whole"
+            )
+            raise invalid(call, span(address, size), rule)
         return found
 
     def _check_unused(self, mapping: Mapping, devices: int, what: str, reads: bool = True) -> None:
         work = mapping.unordered(devices, reads) or self._opaque.unordered(mapping, devices)
         if work is not None:
-            raise in_use(f"{what} {_range(mapping.base, mapping.end - mapping.base)}", work)
+            raise in_use(f"{what} {span(mapping.base, mapping.end - mapping.base)}", work)
 
     def set_access(self, address: int, size: int, grants: Grants) -> None:
         """Set the rights of locations on whole mappings (T6); others keep theirs."""
@@ -291,7 +167,7 @@ class Memory:
                     break
                 position = mapping.end
             if not found or position != address + size:
-                raise invalid(call, _range(address, size), "a part of it is not mapped")
+                raise invalid(call, span(address, size), "a part of it is not mapped")
             for mapping in found:
                 if read & ~mapping.allocation.allowed:
                     self._refuse_grant(call, mapping.allocation, read)
@@ -323,18 +199,6 @@ class Memory:
             if gained >> device & 1:
                 mapping.granted[device] = self._machine.tick
 
-    def allowed(self, home: Location) -> int:
-        """Return the locations (bits) that may be granted access to memory at `home`."""
-        cpu = self._machine.cpu
-        if not home.is_device:
-            return cpu | self._machine.all_devices
-        peers = sum(
-            1 << device
-            for device in range(self._machine.options.devices)
-            if self._devices.reaches(device, home)
-        )
-        return peers | cpu if self._machine.options.coherent else peers
-
     def _refuse_grant(self, call: str, allocation: Allocation, granted: int) -> None:
         home = allocation.properties.location
         if granted & self._machine.cpu & ~allocation.allowed:
@@ -361,6 +225,13 @@ class Memory:
             if mapping.writers & bit:
                 return Access.READ_WRITE
             return Access.READ if mapping.readers & bit else Access.NONE
+
+    def retain(self, address: int) -> int:
+        """Add a reference to what is mapped at an address (T8)."""
+        with self._machine.lock:
+            allocation = self._mapping("cuMemRetainAllocationHandle", address).allocation
+            allocation.references += 1
+            return allocation.handle
 
     # -- looking up addresses --
 
@@ -392,20 +263,5 @@ class Memory:
     def shut_down(self) -> None:
         """Unmap everything; the files are closed by their owner."""
         with self._machine.lock:
-            for reservation in list(self.space.reservations):
-                linux.give_back(reservation.base, reservation.end - reservation.base)
-            self.space = AddressSpace(self._granule)
-            self.allocations.clear()
-
-
-def _range(address: int, size: int) -> str:
-    return f"{address:#x} + {format_size(size)}"
-
-
-def in_use(what: str, work: Work) -> InUseError:
-    """Return the error for taking memory away from under work that no wait orders before it."""
-    return InUseError(
-        f"cannot {what}",
-        rule=f"{work} may still use it, since nothing has waited for that work",
-        next_step="Synchronise the stream, or an event recorded after the work, first",
-    )
+            self.space.close()
+            self._allocations.by_handle.clear()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from remap.drivers.host import linux
 from remap.drivers.host.addresses import AddressMap
+from remap.drivers.host.allocations import Allocations
 from remap.drivers.host.backing import Extent, Files, give_pages
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.memory import Memory, in_use, invalid
-from remap.drivers.host.space import Reservation, system_error
+from remap.drivers.host.refusals import in_use, invalid, system_error
+from remap.drivers.host.space import AddressSpace, Reservation
 from remap.drivers.host.work import OpaqueWork, Region
 from remap.errors import DriverError
 from remap.sizes import round_up
@@ -74,9 +75,17 @@ class _Slab:
 class PlainMemory:
     """The plain allocations of all devices."""
 
-    def __init__(self, machine: Machine, memory: Memory, files: Files, opaque: OpaqueWork) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        allocations: Allocations,
+        space: AddressSpace,
+        files: Files,
+        opaque: OpaqueWork,
+    ) -> None:
         self._machine = machine
-        self._memory = memory
+        self._allocations = allocations
+        self._space = space
         self._files = files
         self._opaque = opaque
         self._slabs: list[list[_Slab]] = [[] for _ in range(machine.options.devices)]
@@ -103,10 +112,8 @@ class PlainMemory:
     def _new_slab(self, call: str, device: int, size: int) -> _Slab:
         location = Location(LocationKind.DEVICE, device)
         budget = self._machine.budget(location)
-        space = self._memory.space
-        if size > budget.free:
-            self._memory.reclaim()
-        budget.take(call, size)
+        space = self._space
+        self._allocations.take(call, location, size)
         try:
             extent = self._files.arena(location).allocate(size)
             reservation = space.reserve(size, 0, 0, call=call, listed=False)
@@ -150,7 +157,7 @@ class PlainMemory:
         if slab.empty:
             location = Location(LocationKind.DEVICE, slab.device)
             self._slabs[slab.device].remove(slab)
-            self._memory.space.free(slab.reservation, listed=False)
+            self._space.free(slab.reservation, listed=False)
             give_pages(slab.extent, slab.size)
             self._machine.budget(location).give(slab.size)
 

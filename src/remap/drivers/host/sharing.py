@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from remap.drivers.host.allocations import Allocation, Allocations
 from remap.drivers.host.backing import Extent, Files, inspect
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.memory import Memory, invalid
-from remap.drivers.host.space import Allocation, system_error
+from remap.drivers.host.refusals import invalid, system_error
 from remap.errors import CudaResult, DriverError, driver_error
 from remap.types import AllocationProperties, HandleType
 
@@ -18,20 +18,21 @@ class Sharing:
 
     The shareable handle is the memory file itself. Its name tells the importer the location, its seals that it will
     stay as large as it is. An import takes nothing from the importer's budget: the memory is the exporter's, and is
-    counted there as long as anybody holds it.
+    counted there as long as anybody holds it. (Only where processes share a ledger does the importer appear in it too,
+    so that the memory stays counted when the exporter dies.)
     """
 
-    def __init__(self, machine: Machine, devices: Devices, memory: Memory, files: Files) -> None:
+    def __init__(self, machine: Machine, devices: Devices, allocations: Allocations, files: Files) -> None:
         self._machine = machine
         self._devices = devices
-        self._memory = memory
+        self._allocations = allocations
         self._files = files
 
     def export_handle(self, handle: int, kind: HandleType) -> int:
         """Return a new descriptor of an allocation that was created for it; the caller closes it."""
         call = "cuMemExportToShareableHandle"
         with self._machine.lock:
-            allocation = self._memory.allocation(call, handle)
+            allocation = self._allocations.find(call, handle)
             if kind not in allocation.properties.handle_types or allocation.file is None:
                 rule = "the handle type is fixed at create, and this allocation was not created for it"
                 step = f"Create it with the handle type {kind.value}; an import cannot be exported again"
@@ -53,19 +54,21 @@ class Sharing:
                 location, size = inspect(shareable, self._machine.options.granularity)
                 if not self._machine.bit(location):
                     raise ValueError(f"the memory is on {location}, which this machine does not have")
-                file = self._files.adopt(shareable, location)
+                file = self._files.adopt(shareable, location, size)
             except (OSError, ValueError, OverflowError) as error:
                 raise _foreign(shareable, error) from error
+            if file.imported and file.users == 1:
+                self._machine.budget(location).hold(size, file.inode)
             handle = next(self._machine.handles)
             allocation = Allocation(
                 handle,
                 size,
                 AllocationProperties(location),
                 Extent(file.fd, 0),
-                self._memory.allowed(location),
+                self._allocations.allowed(location),
                 file,
             )
-            self._memory.allocations[handle] = allocation
+            self._allocations.by_handle[handle] = allocation
         return handle
 
 

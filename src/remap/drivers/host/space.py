@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from remap.drivers.host import linux
 from remap.drivers.host.addresses import AddressMap
-from remap.drivers.host.backing import Extent, SharedFile
+from remap.drivers.host.allocations import Allocation
+from remap.drivers.host.refusals import system_error
 from remap.drivers.host.work import Region
-from remap.errors import CudaResult, DriverError, OutOfAddressSpaceError, driver_error
+from remap.errors import CudaResult, DriverError, OutOfAddressSpaceError
 from remap.sizes import LARGEST, format_size, round_up
-from remap.types import AllocationProperties
 
 _SHARE = 0.9  # of the kernel's limit; the rest is for libraries that map without asking us
 _RECOUNT = 4096  # mappings of ours between two looks at how many the rest of the process has
@@ -28,44 +28,6 @@ _RECOUNT = 4096  # mappings of ours between two looks at how many the rest of th
 UNMAPPED = -1
 _HOLE = -1  # the edge of a hole, on either side: holes go on into each other
 _NOTHING = -2  # the edge of what is not ours
-
-
-class Allocation:
-    """Physical memory: an extent of an arena, or a shareable file of its own.
-
-    `allowed` are the locations (bits) that may be granted access to it.
-    """
-
-    __slots__ = (
-        "allowed",
-        "extent",
-        "file",
-        "handle",
-        "mappings",
-        "properties",
-        "references",
-        "size",
-        "starts",
-    )
-
-    def __init__(
-        self,
-        handle: int,
-        size: int,
-        properties: AllocationProperties,
-        extent: Extent,
-        allowed: int,
-        file: SharedFile | None = None,
-    ) -> None:
-        self.handle = handle
-        self.size = size
-        self.properties = properties
-        self.extent = extent
-        self.file = file
-        self.allowed = allowed
-        self.starts = (extent.fd << 64) + extent.offset
-        self.references = 1
-        self.mappings = 0
 
 
 class Reservation:
@@ -201,6 +163,15 @@ class AddressSpace:
                 return False
             start = reservation.end
         return True
+
+    def close(self) -> None:
+        """Give all reservations back to the kernel, with what is mapped inside."""
+        for reservation in self.reservations:
+            linux.give_back(reservation.base, reservation.end - reservation.base)
+        self.reservations, self.mappings = AddressMap(), AddressMap()
+        self._by_end.clear()
+        self._latest = None
+        self.kernel_mappings = 0
 
     # -- mappings --
 
@@ -340,9 +311,3 @@ def _undo(run: Sequence[Mapping]) -> None:
                 linux.place(mapping.base, size, mapping.allocation.extent, mapping.protection)
             else:
                 linux.protect(mapping.base, size, mapping.protection)
-
-
-def system_error(call: str, error: OSError) -> DriverError:
-    """Return the error for a system call that failed for a reason which no rule of CUDA covers."""
-    rule = f"the operating system refused: {error.strerror or error}"
-    return driver_error(call, 304, "CUDA_ERROR_OPERATING_SYSTEM", asked=call, rule=rule)

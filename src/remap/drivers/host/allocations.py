@@ -1,0 +1,217 @@
+"""Physical allocations: what they are made of, what they may be, and what they cost (T1, T2, T8)."""
+
+from __future__ import annotations
+
+from remap.drivers.host.backing import Extent, Files, SharedFile, give_pages
+from remap.drivers.host.devices import Devices
+from remap.drivers.host.machine import Machine
+from remap.drivers.host.refusals import invalid, system_error
+from remap.errors import DriverError, OutOfMemoryError
+from remap.sizes import format_size
+from remap.types import (
+    AllocationProperties,
+    Granularity,
+    HandleType,
+    Location,
+    LocationKind,
+    MemoryInfo,
+)
+
+
+class Allocation:
+    """Physical memory: an extent of an arena, or a shareable file of its own.
+
+    `allowed` are the locations (bits) that may be granted access to it.
+    """
+
+    __slots__ = (
+        "allowed",
+        "extent",
+        "file",
+        "handle",
+        "mappings",
+        "properties",
+        "references",
+        "size",
+        "starts",
+    )
+
+    def __init__(
+        self,
+        handle: int,
+        size: int,
+        properties: AllocationProperties,
+        extent: Extent,
+        allowed: int,
+        file: SharedFile | None = None,
+    ) -> None:
+        self.handle = handle
+        self.size = size
+        self.properties = properties
+        self.extent = extent
+        self.file = file
+        self.allowed = allowed
+        self.starts = (extent.fd << 64) + extent.offset
+        self.references = 1
+        self.mappings = 0
+
+
+class Allocations:
+    """All physical allocations of a driver by handle, and the calls on them."""
+
+    def __init__(self, machine: Machine, devices: Devices, files: Files) -> None:
+        self._machine = machine
+        self._devices = devices
+        self._files = files
+        self._granule = machine.options.granularity
+        self.by_handle: dict[int, Allocation] = {}
+
+    # -- the calls --
+
+    def granularity(self, properties: AllocationProperties) -> Granularity:
+        """Return the granularities, which are the same for every location (T1)."""
+        self._check_properties("cuMemGetAllocationGranularity", properties)
+        return Granularity(self._granule, self._granule)
+
+    def create(self, size: int, properties: AllocationProperties) -> int:
+        """Take memory from the location's budget and give it a handle (T2)."""
+        call = "cuMemCreate"
+        self._check_properties(call, properties)
+        if size <= 0 or size % self._granule:
+            raise invalid(call, f"size {size}", self.multiple)
+        location = properties.location
+        found = properties
+        compressed = properties.compressible and self._machine.options.compression
+        if properties.compressible != compressed or location.kind is LocationKind.HOST:
+            # What was asked of the host at large is read back as the node that the driver picked.
+            place = Location(LocationKind.HOST_NUMA) if location.kind is LocationKind.HOST else location
+            found = AllocationProperties(place, properties.handle_types, compressed, properties.rdma)
+        with self._machine.lock:
+            extent, file = self._memory_file(call, size, properties)
+            handle = next(self._machine.handles)
+            self.by_handle[handle] = Allocation(handle, size, found, extent, self.allowed(location), file)
+        return handle
+
+    def _memory_file(
+        self, call: str, size: int, properties: AllocationProperties
+    ) -> tuple[Extent, SharedFile | None]:
+        """Take the budget, and then the file's bytes: an absurd size must not use up an arena."""
+        location = properties.location
+        try:
+            if not properties.handle_types:
+                self.take(call, location, size)
+                try:
+                    return self._files.arena(location).allocate(size), None
+                except OSError:
+                    self._machine.budget(location).give(size)
+                    raise
+            file = self._files.create_sealed(location, size)
+        except OSError as error:
+            raise system_error(call, error) from error
+        try:
+            self.take(call, location, size, file.inode)
+        except DriverError:
+            self._files.leave(file)
+            raise
+        return Extent(file.fd, 0), file
+
+    @property
+    def multiple(self) -> str:
+        """The rule of sizes, for messages."""
+        return f"sizes are positive multiples of the granularity, {format_size(self._granule)}"
+
+    def _check_properties(self, call: str, properties: AllocationProperties) -> None:
+        location = properties.location
+        if not self._machine.bit(location):
+            if location.is_device:
+                self._devices.check(call, location.index)
+            nodes = self._machine.options.numa_nodes
+            raise invalid(call, str(location), f"the NUMA nodes are numbered 0 to {nodes - 1}")
+        if location.kind is LocationKind.DEVICE:
+            self._devices.require(call, "vmm")
+        else:
+            self._devices.require(call, "host_vmm" if location.kind is LocationKind.HOST else "host_numa_vmm")
+        for kind in properties.handle_types:
+            if kind is HandleType.WIN32:
+                raise invalid(call, str(kind), self._devices.reason("win32"))
+            if location.kind is LocationKind.HOST:
+                rule = "memory at the location HOST has no shareable handles"
+                raise invalid(call, f"{kind} at {location}", rule, "Use remap.HostNuma(node), or a device")
+            self._devices.require(call, kind.value)
+        if properties.rdma:
+            self._devices.require(call, "rdma")
+
+    # -- for the other parts of the driver --
+
+    def info(self, location: Location) -> MemoryInfo:
+        """Return what is free and what there is at a location."""
+        with self._machine.lock:
+            self.reclaim()
+            return self._machine.budget(location).info()
+
+    def take(self, call: str, location: Location, size: int, inode: int = 0) -> None:
+        """Take from a location's budget, after those who have left. The caller holds the table lock."""
+        budget = self._machine.budget(location)
+        try:
+            budget.take(call, size, inode)
+        except OutOfMemoryError:
+            self.reclaim()
+            budget.take(call, size, inode)
+
+    def reclaim(self) -> None:
+        """Give back the budget of exported memory that nobody holds any more. The caller holds the table lock."""
+        for file in self._files.sweep():
+            self._give(file)
+
+    def _give(self, file: SharedFile) -> None:
+        budget = self._machine.budget(file.location)
+        if file.imported:
+            budget.let_go(file.size, file.inode)
+        else:
+            budget.give(file.size, file.inode)
+
+    def find(self, call: str, handle: int) -> Allocation:
+        """Return a live allocation by its handle."""
+        found = self.by_handle.get(handle)
+        if found is None or not found.references:
+            raise invalid(call, f"handle {handle}", "it is not the handle of a live allocation")
+        return found
+
+    def release(self, handle: int) -> None:
+        """Drop a reference; the memory stays while it is mapped (T8)."""
+        with self._machine.lock:
+            found = self.find("cuMemRelease", handle)
+            found.references -= 1
+            dead = not found.references and not found.mappings
+            if dead:
+                del self.by_handle[handle]
+        if dead:
+            self.bury(found)
+
+    def bury(self, dead: Allocation) -> None:
+        # Outside the lock: giving back a GiB of pages takes long, and nobody can find this memory any more.
+        if dead.file is None:
+            give_pages(dead.extent, dead.size)
+            with self._machine.lock:
+                self._machine.budget(dead.properties.location).give(dead.size)
+        else:
+            with self._machine.lock:
+                if self._files.leave(dead.file):
+                    self._give(dead.file)
+
+    def properties_of(self, handle: int) -> AllocationProperties:
+        """Return what an allocation was found to be."""
+        with self._machine.lock:
+            return self.find("cuMemGetAllocationPropertiesFromHandle", handle).properties
+
+    def allowed(self, home: Location) -> int:
+        """Return the locations (bits) that may be granted access to memory at `home`."""
+        cpu = self._machine.cpu
+        if not home.is_device:
+            return cpu | self._machine.all_devices
+        peers = sum(
+            1 << device
+            for device in range(self._machine.options.devices)
+            if self._devices.reaches(device, home)
+        )
+        return peers | cpu if self._machine.options.coherent else peers

@@ -1,0 +1,183 @@
+"""A table of who holds how much, for several processes that share the simulated devices.
+
+With the environment variable `REMAP_HOST_STATE` set to a path, all processes that use the same path draw on the same
+budgets. The table is a small JSON file under an exclusive lock. Each line of it names its owner by process id and start
+time, so that the memory of processes that died, however they died, is counted no longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import stat
+from collections.abc import Generator
+from typing import NamedTuple, cast
+
+from remap.errors import RemapError
+
+VARIABLE = "REMAP_HOST_STATE"
+_LARGEST = 16 << 20  # bytes of a table; more can only be a mistake
+_numbers = itertools.count(1)
+
+
+class Entry(NamedTuple):
+    """Bytes that one driver holds on one place; `inode` is that of a shareable file, 0 for all other memory."""
+
+    process: int
+    started: int
+    driver: int
+    place: str
+    inode: int
+    size: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still runs."""
+        return _started(self.process) == self.started
+
+
+class Ledger:
+    """One driver's access to the table. The caller holds the driver's table lock."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = -1
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags, 0o600)
+            status = os.fstat(self._fd)
+        except OSError as error:
+            raise self._unusable(str(error.strerror)) from error
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            self.close()
+            raise self._unusable("it is not a file of this user")
+        process = os.getpid()
+        self._owner = (process, _started(process), next(_numbers))
+        with self._locked():
+            pass
+
+    @classmethod
+    def from_environment(cls) -> Ledger | None:
+        """Return the table that the environment names, if it names one."""
+        path = os.environ.get(VARIABLE)
+        return cls(path) if path else None
+
+    def used(self, place: str) -> int:
+        """Return the bytes that all living processes hold on a place; memory that several hold counts once."""
+        with self._locked() as entries:
+            return _sum(entries, place)
+
+    def take(self, place: str, size: int, total: int, inode: int) -> int:
+        """Take bytes if they fit into `total`; return how many are free, below `size` if nothing was taken."""
+        with self._locked() as entries:
+            free = total - _sum(entries, place)
+            if size <= free:
+                self._add(entries, place, size, inode)
+            return free
+
+    def hold(self, place: str, size: int, inode: int) -> None:
+        """Note memory that is in use already, whoever took it first."""
+        with self._locked() as entries:
+            self._add(entries, place, size, inode)
+
+    def give(self, place: str, size: int, inode: int) -> None:
+        """Give back what was taken or held."""
+        with self._locked() as entries:
+            self._add(entries, place, -size, inode)
+
+    def close(self) -> None:
+        """Leave the table: what this driver held counts no longer. Idempotent."""
+        if self._fd >= 0:
+            with contextlib.suppress(RemapError, AttributeError), self._locked() as entries:
+                entries[:] = [entry for entry in entries if entry[:3] != self._owner]
+            self._close_file()
+
+    def after_fork(self) -> None:
+        """Close the child's descriptor; the lock and the entries are the parent's."""
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _add(self, entries: list[Entry], place: str, size: int, inode: int) -> None:
+        for index, entry in enumerate(entries):
+            if entry[:3] == self._owner and entry.place == place and entry.inode == inode:
+                changed = entry._replace(size=entry.size + size)
+                entries[index : index + 1] = [changed] if changed.size > 0 else []
+                return
+        if size > 0:
+            entries.append(Entry(*self._owner, place, inode, size))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[list[Entry]]:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            before = self._read()
+            entries = [entry for entry in before if entry.alive]
+            yield entries
+            if entries != before:
+                self._write(entries)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _read(self) -> list[Entry]:
+        data = os.pread(self._fd, _LARGEST + 1, 0)
+        if not data.strip(b"\0 \n"):
+            return []
+        try:
+            rows: object = json.loads(data) if len(data) <= _LARGEST else None
+        except ValueError:
+            rows = None
+        entries = [_entry(row) for row in cast("list[object]", rows)] if isinstance(rows, list) else [None]
+        if None in entries:
+            raise self._unusable("it is not a table of the host driver")
+        return cast("list[Entry]", entries)
+
+    def _write(self, entries: list[Entry]) -> None:
+        data = json.dumps(entries).encode()
+        # A process killed half-way leaves spaces or a longer tail at worst, never a table that is cut short.
+        os.pwrite(self._fd, data.ljust(os.fstat(self._fd).st_size), 0)
+        os.ftruncate(self._fd, len(data))
+
+    def _unusable(self, reason: str) -> RemapError:
+        return RemapError(
+            f"{VARIABLE}={self._path} cannot be used",
+            rule=reason,
+            next_step="Name a path that does not exist yet, in a directory of yours, or unset the variable",
+        )
+
+
+def _entry(row: object) -> Entry | None:
+    values = cast("list[object]", row) if isinstance(row, list) else []
+    if len(values) != len(Entry._fields):
+        return None
+    for name, value in zip(Entry._fields, values, strict=True):
+        if name == "place":
+            if not isinstance(value, str):
+                return None
+        elif type(value) is not int or value < 0:
+            return None
+    return Entry(*cast("list[int]", values))  # type: ignore[arg-type]
+
+
+def _sum(entries: list[Entry], place: str) -> int:
+    here = [entry for entry in entries if entry.place == place]
+    shared = {entry.inode: entry.size for entry in here if entry.inode}
+    return sum(shared.values()) + sum(entry.size for entry in here if not entry.inode)
+
+
+def _started(process: int) -> int:
+    """Return when a process started, in the kernel's ticks since boot; -1 if there is no such process."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            # The second field is the program's name in parentheses, which may contain anything.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    dead = fields[0] in {b"Z", b"X"}
+    return -1 if dead else int(fields[19])
