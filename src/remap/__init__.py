@@ -45,6 +45,13 @@ if TYPE_CHECKING:
     from remap.handles import Reservation as Reservation
     from remap.handles import create as create
     from remap.handles import reserve as reserve
+    from remap.kernels import Image as Image
+    from remap.kernels import Kernel as Kernel
+    from remap.kernels import Module as Module
+    from remap.kernels import Pointer as Pointer
+    from remap.kernels import compile as compile
+    from remap.kernels import load as load
+    from remap.kernels import source as source
     from remap.locations import Device as Device
     from remap.locations import device as device
     from remap.locations import devices as devices
@@ -98,6 +105,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "foreign": ("ForeignArray", "as_array", "from_dlpack"),
     "handles": ("Mapping", "PhysicalAllocation", "Reservation", "create", "reserve"),
     "buffers.base": ("Buffer", "allocate"),
+    "kernels": ("Image", "Kernel", "Module", "Pointer", "compile", "load", "source"),
 }
 _NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in names}
 _NAMES["driver"] = ("drivers", "current")

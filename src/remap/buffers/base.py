@@ -187,7 +187,11 @@ def allocate(
     stripe = round_up(-(-number // len(placement.properties)), placement.granule)
     buffer = Buffer(driver, placement, stripe, parse_alignment(alignment) if alignment is not None else 0)
     if poison and number and Access.parse(access).writable:
-        buffer.fill(POISON)
+        try:
+            buffer.fill(POISON)
+        except BaseException as error:
+            undo(error, buffer.close)
+            raise
     return buffer
 
 
