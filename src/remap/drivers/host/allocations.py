@@ -65,6 +65,8 @@ class Allocations:
         self._files = files
         self._granule = machine.options.granularity
         self.by_handle: dict[int, Allocation] = {}
+        homes = [Location(LocationKind.DEVICE, device) for device in range(machine.options.devices)]
+        self._allowed = [self._reached_by(home) for home in homes]
 
     # -- the calls --
 
@@ -206,12 +208,9 @@ class Allocations:
 
     def allowed(self, home: Location) -> int:
         """Return the locations (bits) that may be granted access to memory at `home`."""
-        cpu = self._machine.cpu
-        if not home.is_device:
-            return cpu | self._machine.all_devices
-        peers = sum(
-            1 << device
-            for device in range(self._machine.options.devices)
-            if self._devices.reaches(device, home)
-        )
-        return peers | cpu if self._machine.options.coherent else peers
+        return self._allowed[home.index] if home.is_device else self._machine.cpu | self._machine.all_devices
+
+    def _reached_by(self, home: Location) -> int:
+        devices = range(self._machine.options.devices)
+        reaching = sum(1 << device for device in devices if self._devices.reaches(device, home))
+        return reaching | self._machine.cpu if self._machine.options.coherent else reaching

@@ -161,12 +161,7 @@ class Memory:
                     write |= bit
         with machine.lock:
             found = self._whole(call, address, size)
-            position = address
-            for mapping in found:
-                if mapping.base != position:
-                    break
-                position = mapping.end
-            if not found or position != address + size:
+            if not found or sum([mapping.end - mapping.base for mapping in found]) != size:
                 raise invalid(call, span(address, size), "a part of it is not mapped")
             for mapping in found:
                 if read & ~mapping.allocation.allowed:
@@ -189,8 +184,7 @@ class Memory:
                 readers = mapping.readers & keep | read
                 if opaque and readers & ~mapping.readers:
                     self._note_grant(mapping, readers & ~mapping.readers)
-                mapping.readers = readers
-                mapping.writers = mapping.writers & keep | write
+                mapping.readers, mapping.writers = readers, mapping.writers & keep | write
 
     def _note_grant(self, mapping: Mapping, gained: int) -> None:
         if mapping.granted is None:

@@ -190,9 +190,11 @@ class AddressSpace:
 
         Raises `OutOfAddressSpaceError` where that would take too many kernel mappings.
         """
-        changed = [mapping for mapping in mappings if mapping.wanted != mapping.protection]
-        if not changed:
-            return
+        changed = mappings
+        if len(mappings) != 1 or mappings[0].wanted == mappings[0].protection:
+            changed = [mapping for mapping in mappings if mapping.wanted != mapping.protection]
+            if not changed:
+                return
         growth = self._growth(changed)
         # What is kept free below the kernel's limit is there so that unmapping always works.
         if growth > 0 and changed[0].wanted != UNMAPPED:
