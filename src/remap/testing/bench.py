@@ -228,6 +228,12 @@ class Bench:
         self.driver.copy(region.address, region.address + half, half, DEFAULT_STREAM)
         self.write(region.address, self.read(region.address, region.size))
         self.write(region.address, self.read(region.address, 64))
+        streams = [self.driver.create_stream() for _ in range(8)]
+        for stream in streams:
+            self.driver.fill(region.address, 1, 1, 64, stream)
+            self.driver.synchronize_stream(stream)
+        for stream in streams:
+            self.driver.destroy_stream(stream)
         if self.driver.capabilities(0)["host_vmm"]:
             self.region(location=Host())
 

@@ -307,21 +307,19 @@ class AccessRules:
 
 
 def _transfers_to_the_end(factory: DriverFactory, behind: str) -> None:
-    opened = OpenDriver(factory)
-    with Bench(opened) as bench:
-        good = bench.region()
-        region = bench.region(reserved=2 * bench.size)
-        end = region.address + region.size
-        if behind != "unmapped":
-            bench.driver.map(end, region.size, bench.create())
-            bench.grant(end, region.size, READ if behind == "read" else NONE)
-        host = np.zeros(BLOCK, np.uint8)
-        for transfer in WRITES if behind == "read" else TRANSFERS:
-            with refused(INVALID_VALUE):
-                TRANSFERS[transfer](bench.driver, end - BLOCK // 2, good.address, host)
-            bench.driver.synchronize_context()
-        bench.fill(good.address, 1, BLOCK)
-    opened.close()
+    bench = Bench(OpenDriver(factory))  # never closed: it ends with its process
+    good = bench.region()
+    region = bench.region(reserved=2 * bench.size)
+    end = region.address + region.size
+    if behind != "unmapped":
+        bench.driver.map(end, region.size, bench.create())
+        bench.grant(end, region.size, READ if behind == "read" else NONE)
+    host = np.zeros(BLOCK, np.uint8)
+    for transfer in WRITES if behind == "read" else TRANSFERS:
+        with refused(INVALID_VALUE):
+            TRANSFERS[transfer](bench.driver, end - BLOCK // 2, good.address, host)
+        bench.driver.synchronize_context()
+    bench.fill(good.address, 1, BLOCK)
 
 
 def _on_a_thread(call: Callable[[], None]) -> None:
