@@ -26,7 +26,7 @@ from remap.errors import (
     OutOfAddressSpaceError,
     OutOfMemoryError,
 )
-from remap.lifetime import Description, Release, Resource, Rollback, drain, pending
+from remap.lifetime import Description, Release, Resource, Rollback, drain, queued
 from remap.locations import AccessLike, LocationLike, device, location, parse_access, parse_handle_types
 from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
 from remap.spans import Chunk, Span
@@ -91,7 +91,7 @@ class Reservation(Resource):
         """
         start = parse_size(offset, "offset")
         grants = parse_access(access)
-        if pending():
+        if queued:
             drain()
         with self._driver.lock, Rollback() as rollback:
             self._check()
@@ -232,7 +232,7 @@ def create(
     `OutOfMemoryError`, `NotSupportedError`. The contents are undefined. Source: cuMemCreate.
     """
     driver = drivers.current()
-    if pending():
+    if queued:
         drain()
     number = parse_size(size)
     place = location(device() if at is None else at)
@@ -251,7 +251,7 @@ def reserve(size: Size, *, alignment: Size | None = None, hint: int = 0) -> Rese
     cuMemAddressReserve.
     """
     driver = drivers.current()
-    if pending():
+    if queued:
         drain()
     number = parse_size(size)
     if number == 0:

@@ -46,19 +46,21 @@ class Release:
     garbage collector found them in.
     """
 
-    __slots__ = ("order", "steps", "wait")
+    __slots__ = ("begun", "order", "steps", "wait")
 
     def __init__(self, order: int, steps: list[Step], wait: Callable[[], None] | None = None) -> None:
         self.order = order
         self.steps = steps
         self.wait = wait
+        self.begun = False
 
     def run(self) -> None:
         """Wait, then take every step; raise the first error, the others as notes.
 
-        A refusal (`InUseError`) has changed nothing and ends the release there, so that the object can go on. After
-        any other failure the remaining steps are still taken. A lost context has given everything back itself, so
-        its errors are passed over, but for the wait that was the first to see it (invariant 15).
+        A wait that fails, and a refusal (`InUseError`), have changed nothing and end the release there; `begun` then
+        tells whether anything was given back before. After any other failure the remaining steps are still taken. A
+        lost context has given everything back itself, so its errors are passed over, but for the wait that was the
+        first to see it (invariant 15).
         """
         first: RemapError | None = None
         if self.wait is not None:
@@ -79,6 +81,7 @@ class Release:
                     first = error
                 else:
                     first.add_note(f"and then: {error}")
+            self.begun = True
         if first is not None:
             raise first
 
@@ -152,7 +155,7 @@ class Resource:
         if self._epoch != _process.epoch:
             self._open = False
             return None
-        if _queue:
+        if queued:
             drain()
         with self._driver.lock:
             if not self._open:
@@ -165,9 +168,10 @@ class Resource:
     def _finish_close(self, release: Release) -> None:
         try:
             release.run()
-        except InUseError:  # a refusal: nothing was given back
-            self._open = True
-            _live[self.serial] = weakref.ref(self)
+        except BaseException:
+            if not release.begun:  # nothing was given back, so it can be closed again
+                self._open = True
+                _live[self.serial] = weakref.ref(self)
             raise
 
     def __enter__(self) -> Self:
@@ -184,7 +188,7 @@ class Resource:
             return
         self._open = False
         _live.pop(self.serial, None)
-        _queue.append(self._detach())
+        queued.append(self._detach())
         description = self.describe()
         warnings.warn(
             f"{description} was never closed; remap.collect() or the next remap call gives it back. "
@@ -267,7 +271,8 @@ class _Process:
 _process = _Process()
 _serials = itertools.count(1)
 _live: dict[int, weakref.ref[Resource]] = {}
-_queue: deque[Release] = deque()
+queued: deque[Release] = deque()
+"""What finalisers have left to do; a call that opens or closes something runs `drain()` if it is not empty."""
 _hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())
 
 
@@ -280,9 +285,9 @@ def drain() -> int:
     if _process.captures:
         return 0
     releases: list[Release] = []
-    while _queue:
+    while queued:
         try:
-            releases.append(_queue.popleft())
+            releases.append(queued.popleft())
         except IndexError:  # another thread took the last one
             break
     for release in sorted(releases, key=_order):
@@ -304,11 +309,6 @@ def collect() -> int:
     """
     gc.collect()
     return drain()
-
-
-def pending() -> bool:
-    """Tell whether finalisers have queued anything."""
-    return bool(_queue)
 
 
 def live(kind: type[Resource] = Resource) -> list[Resource]:
@@ -345,7 +345,7 @@ def capturing() -> Generator[None]:
 def _forked() -> None:
     _process.epoch += 1
     _process.captures = 0
-    _queue.clear()
+    queued.clear()
     _live.clear()
 
 

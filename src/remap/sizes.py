@@ -31,6 +31,8 @@ def parse_size(value: Size, what: str = "size") -> int:
     Text is a number with one of the units B, KiB, MiB, GiB, TiB, in any case; `"1.5GiB"` is fine as long as it is
     whole bytes. `what` names the argument in messages. Raises `InvalidValueError`, or `TypeError` for other types.
     """
+    if type(value) is int and 0 <= value <= LARGEST:
+        return value
     number = _parse_text(value, what) if isinstance(value, str) else operator.index(value)
     if number < 0:
         raise InvalidValueError(f"{what} {number}", rule="sizes are 0 or more")

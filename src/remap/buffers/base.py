@@ -14,7 +14,7 @@ from remap import drivers
 from remap.buffers.placement import Placement, at_place, place
 from remap.errors import PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
-from remap.lifetime import Description, Release, Rollback, drain, pending, undo
+from remap.lifetime import Description, Release, Rollback, drain, queued, undo
 from remap.locations import LocationLike
 from remap.sizes import Size, parse_size, round_up
 from remap.spans import Chunk, Span
@@ -41,14 +41,19 @@ class Buffer(Span):
         self.properties = placement.properties[0]
         if stripe:  # a buffer of no bytes is valid and asks nothing of the driver
             self._size = self._reserved = size = stripe * len(placement.properties)
-            with Rollback() as rollback:  # no lock: nobody else can see this range yet
-                self._address = at = reserve_range(driver, size, alignment)
-                rollback.undo(driver.free_range, at, size)
+            self._address = at = reserve_range(driver, size, alignment)
+            try:  # without a lock: nobody else can see this range yet
                 for properties in placement.properties:
-                    map_new(driver, at, stripe, properties, rollback)
+                    create_mapped(driver, at, stripe, properties)
                     self._chunks.append(Chunk(at, stripe, properties.location))
                     at += stripe
                 driver.set_access(self._address, size, placement.grants)
+            except BaseException as error:
+                undo(
+                    error, driver.unmap, self._address, size
+                )  # whatever was mapped: holes do not matter (T7)
+                undo(error, driver.free_range, self._address, size)
+                raise
         self._opened()
 
     @property
@@ -180,7 +185,7 @@ def allocate(
     cuMemMap, cuMemSetAccess.
     """
     driver = drivers.current()
-    if pending():
+    if queued:
         drain()
     number = parse_size(size)
     placement = place(driver, resident, accessing, access, shareable, compressible, rdma)
@@ -199,9 +204,7 @@ POISON = 0xCB
 """The byte that undefined contents are filled with on request; as floats it makes absurd numbers."""
 
 
-def map_new(
-    driver: Any, address: int, size: int, properties: AllocationProperties, rollback: Rollback
-) -> None:
+def create_mapped(driver: Any, address: int, size: int, properties: AllocationProperties) -> None:
     """Create an allocation, map it at an address and release it, so that the mapping alone keeps it."""
     handle = create_handle(driver, size, properties)
     try:
@@ -209,8 +212,19 @@ def map_new(
     except BaseException as error:
         undo(error, driver.release, handle)
         raise
+    try:
+        driver.release(handle)
+    except BaseException as error:
+        undo(error, driver.unmap, address, size)
+        raise
+
+
+def map_new(
+    driver: Any, address: int, size: int, properties: AllocationProperties, rollback: Rollback
+) -> None:
+    """Map a new allocation at an address, for as long as the block of `rollback` does not fail."""
+    create_mapped(driver, address, size, properties)
     rollback.undo(driver.unmap, address, size)
-    driver.release(handle)
 
 
 def runs(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:

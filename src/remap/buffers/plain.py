@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from remap.errors import OutOfMemoryError
-from remap.lifetime import Description, Release, drain, pending
+from remap.lifetime import Description, Release, drain, queued
 from remap.locations import Device, DeviceLike, device
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import Chunk, Span
@@ -50,7 +50,7 @@ def allocate_plain(size: Size, *, at: DeviceLike | None = None) -> PlainMemory:
 
     The contents are undefined. Raises `OutOfMemoryError`. Source: cuMemAlloc.
     """
-    if pending():
+    if queued:
         drain()
     place = device(at)
     number = parse_size(size)
