@@ -1,4 +1,4 @@
-"""`CudaDriver`: the three groups of calls together, with what the driver itself holds, and its end."""
+"""`CudaDriver`: the groups of calls together, with what the driver itself holds, and its end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,32 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from remap.drivers.cuda import bindings, capabilities
+from remap.drivers.cuda.callbacks import HostFunctionCalls
 from remap.drivers.cuda.devices import DeviceCalls
+from remap.drivers.cuda.managed import ManagedCalls
 from remap.drivers.cuda.memory import MemoryCalls
+from remap.drivers.cuda.pinned import PinnedCalls
+from remap.drivers.cuda.pools import PoolCalls
+from remap.drivers.cuda.shared_events import SharedEventCalls
 from remap.drivers.cuda.work import WorkCalls
 from remap.errors import ForkedError
 from remap.types import Capability
 
 
-class CudaDriver(MemoryCalls, WorkCalls, DeviceCalls):
+class CudaDriver(
+    MemoryCalls,
+    WorkCalls,
+    DeviceCalls,
+    PinnedCalls,
+    PoolCalls,
+    ManagedCalls,
+    HostFunctionCalls,
+    SharedEventCalls,
+):
     """The driver of NVIDIA GPUs, through `cuda.bindings.driver`.
 
-    It implements `Driver`, `SupportsModules` and `SupportsSharing`. Opening raises `RemapError` where the bindings,
-    the library or a device are missing. In a child of `fork` every call raises `ForkedError`.
+    It implements `Driver` and the optional powers of `protocol` and `powers`. Opening raises `RemapError` where the
+    bindings, the library or a device are missing. In a child of `fork` every call raises `ForkedError`.
     """
 
     name = "cuda"
