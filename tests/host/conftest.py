@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Tests are imported by path; what they share is imported by name, from the root of the repository.
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.host.support import Host
+from .support import Host
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from remap.drivers.host import HostDriver, linux
 from remap.errors import OutOfAddressSpaceError
 from remap.types import Access, AllocationProperties
-from tests.host.support import GRANULE, LIMIT, Host, device, run_child
+
+from .support import GRANULE, LIMIT, Host, device, run_child
 
 NONE, READ, READ_WRITE = Access.NONE, Access.READ, Access.READ_WRITE
 

@@ -52,12 +52,16 @@ class Ledger:
         except OSError as error:
             raise self._unusable(str(error.strerror)) from error
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            self.close()
+            self._close_file()
             raise self._unusable("it is not a file of this user")
         process = os.getpid()
         self._owner = (process, _started(process), next(_numbers))
-        with self._locked():
-            pass
+        try:
+            with self._locked():
+                pass
+        except RemapError:
+            self._close_file()
+            raise
 
     @classmethod
     def from_environment(cls) -> Ledger | None:
@@ -91,7 +95,7 @@ class Ledger:
     def close(self) -> None:
         """Leave the table: what this driver held counts no longer. Idempotent."""
         if self._fd >= 0:
-            with contextlib.suppress(RemapError, AttributeError), self._locked() as entries:
+            with contextlib.suppress(RemapError), self._locked() as entries:
                 entries[:] = [entry for entry in entries if entry[:3] != self._owner]
             self._close_file()
 
@@ -131,7 +135,7 @@ class Ledger:
             return []
         try:
             rows: object = json.loads(data) if len(data) <= _LARGEST else None
-        except ValueError:
+        except (ValueError, RecursionError):
             rows = None
         entries = [_entry(row) for row in cast("list[object]", rows)] if isinstance(rows, list) else [None]
         if None in entries:
