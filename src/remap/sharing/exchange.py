@@ -1,0 +1,432 @@
+"""Exchanges: how the ranks of a program tell each other small things, with a time limit on each.
+
+An `Exchange` is what the rooms above ask for: a rank, a size, and bytes gathered by everybody. There are four, for
+mpi4py, torch.distributed, multiprocessing and a single process; anything else that has these methods will do.
+
+A step that one rank misses cannot be taken back by the others, so the first failure breaks an exchange for good: every
+later call fails at once, and the next call of the other ranks fails within its own time limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import socket
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from remap.errors import InvalidValueError, RemapError, ShareError
+from remap.sharing.channel import private_directory
+
+TIMEOUT = 30.0
+"""How many seconds a step may take where nobody says otherwise."""
+
+LARGEST = 16 << 20
+"""How many bytes one rank may tell the others in one step; what claims to be more is refused."""
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """The ranks of a program, and bytes told by each to all.
+
+    Every rank calls the same methods in the same order. `timeout` is in seconds, the exchange's own by default. When it
+    is over, or anything else fails, `ShareError` is raised and the exchange is broken for good.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def allgather(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
+        """Tell all ranks `data`, and return what each has told, by rank. Waits for all of them."""
+        ...
+
+    def broadcast(self, data: bytes | None = None, *, root: int = 0, timeout: float | None = None) -> bytes:
+        """Return what rank `root` gave as `data`; the others' is not looked at. Waits for all ranks."""
+        ...
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Wait until every rank has come here."""
+        ...
+
+    def split_by_host(self, *, timeout: float | None = None) -> Exchange:
+        """Return an exchange of those ranks that can hand each other file descriptors, in the order of ranks."""
+        ...
+
+
+class _Gathering(ABC):
+    """An exchange made of one step: gather bytes from all. A subclass gives `_gather` and `_part`."""
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        if timeout <= 0:
+            raise InvalidValueError(f"a time limit of {timeout} s", rule="it must be more than 0")
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._broken = ""
+
+    @property
+    def broken(self) -> str:
+        """Why this exchange is broken, empty while it works."""
+        return self._broken
+
+    def allgather(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
+        """Tell all ranks `data`, and return what each has told, by rank. Waits for all of them."""
+        if len(data) > LARGEST:
+            raise InvalidValueError(
+                f"{len(data)} bytes in an exchange", rule=f"at most {LARGEST} can be told"
+            )
+        limit = self.timeout if timeout is None else timeout
+        if self._broken:
+            raise self._error("a step of a broken exchange", self._broken)
+        try:
+            return self._gather(bytes(data), time.monotonic() + limit)
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            self._break()
+            if isinstance(error, TimeoutError):
+                self._broken = f"not every rank came within {limit:g} s"
+            if isinstance(error, RemapError) or not isinstance(error, Exception):
+                raise
+            raise self._error("a step of all ranks", self._broken) from error
+
+    def broadcast(self, data: bytes | None = None, *, root: int = 0, timeout: float | None = None) -> bytes:
+        """Return what rank `root` gave as `data`; the others' is not looked at. Waits for all ranks."""
+        if not 0 <= root < self.size:
+            raise InvalidValueError(f"rank {root}", rule=f"the ranks are 0 to {self.size - 1}")
+        return self.allgather((data or b"") if self.rank == root else b"", timeout=timeout)[root]
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Wait until every rank has come here."""
+        self.allgather(b"", timeout=timeout)
+
+    def split_by_host(self, *, timeout: float | None = None) -> Exchange:
+        """Return an exchange of those ranks that can hand each other file descriptors, in the order of ranks."""
+        hosts = self.allgather(host_identity(), timeout=timeout)
+        groups = [[rank for rank, one in enumerate(hosts) if one == host] for host in dict.fromkeys(hosts)]
+        return self._part(groups)
+
+    def _error(self, asked: str, rule: str) -> ShareError:
+        return ShareError(
+            f"{asked} (rank {self.rank} of {self.size})",
+            rule=rule,
+            next_step="The ranks are out of step from here on: end the program, or make a new exchange",
+        )
+
+    @abstractmethod
+    def _gather(self, data: bytes, deadline: float) -> list[bytes]:
+        """Do `allgather`; raise `TimeoutError` at the deadline (of `time.monotonic`)."""
+
+    @abstractmethod
+    def _part(self, groups: list[list[int]]) -> Exchange:
+        """Return an exchange of the group of ranks that has this one; all ranks are here, with the same groups."""
+
+    def _break(self) -> None:  # noqa: B027 (not abstract: most have nothing to let go of)
+        """Let go of what the other ranks wait for, where that can be done, so that they need not wait long."""
+
+
+class SingleExchange(_Gathering):
+    """The exchange of a program that has one process."""
+
+    def __init__(self, *, timeout: float = TIMEOUT) -> None:
+        super().__init__(0, 1, timeout)
+
+    def _gather(self, data: bytes, deadline: float) -> list[bytes]:
+        return [data]
+
+    def _part(self, groups: list[list[int]]) -> Exchange:
+        return self
+
+
+class _Star(_Gathering):
+    """An exchange over messages between two: the first rank gathers what all say and tells each the whole.
+
+    Two messages a rank and step are not the fewest that would do, but what is agreed on here is small and happens
+    once, and a star knows at once which rank is missing.
+    """
+
+    def _gather(self, data: bytes, deadline: float) -> list[bytes]:
+        if self.rank:
+            self._send(0, data, deadline)
+            return _unpacked(self._receive(0, deadline), self.size)
+        told = [data, *(self._receive(rank, deadline) for rank in range(1, self.size))]
+        whole = _packed(told)
+        for rank in range(1, self.size):
+            self._send(rank, whole, deadline)
+        return told
+
+    @abstractmethod
+    def _send(self, rank: int, data: bytes, deadline: float) -> None: ...
+
+    @abstractmethod
+    def _receive(self, rank: int, deadline: float) -> bytes: ...
+
+
+class ProcessExchange(_Star):
+    """The exchange of processes that `multiprocessing` starts: make them with `group`, and give each process one.
+
+    They travel as arguments of `Process`, through its queues and pipes, with every start method.
+    """
+
+    def __init__(self, rank: int, links: Sequence[socket.socket | None], timeout: float) -> None:
+        super().__init__(rank, len(links), timeout)
+        self._links = list(links)
+
+    @classmethod
+    def group(cls, size: int, *, timeout: float = TIMEOUT) -> list[ProcessExchange]:
+        """Return the exchanges of `size` ranks, by rank."""
+        if size < 1:
+            raise InvalidValueError(f"{size} ranks", rule="a program has at least one")
+        pairs = [socket.socketpair() for _ in range(size - 1)]
+        hub = cls(0, [None, *(ours for ours, _ in pairs)], timeout)
+        spokes = [
+            cls(rank, [theirs, *[None] * (size - 1)], timeout) for rank, (_, theirs) in enumerate(pairs, 1)
+        ]
+        return [hub, *spokes]
+
+    def close(self) -> None:
+        """Close the sockets, which breaks the exchange for all other ranks. Closing again does nothing.
+
+        Do so in the process that made the group, once each rank has its own: a rank that dies is noticed at once when
+        nobody else holds its end.
+        """
+        for link in self._links:
+            if link is not None:
+                link.close()
+        self._broken = self._broken or "it was closed"
+
+    def _break(self) -> None:
+        self.close()
+
+    def _part(self, groups: list[list[int]]) -> Exchange:
+        return self  # processes of one parent share its host
+
+    def _link(self, rank: int) -> socket.socket:
+        link = self._links[rank]
+        assert link is not None, "a star has links between rank 0 and each other one"
+        return link
+
+    def _send(self, rank: int, data: bytes, deadline: float) -> None:
+        link = self._link(rank)
+        link.setblocking(False)
+        left = memoryview(_LENGTH.pack(len(data)) + data)
+        while left:
+            try:
+                left = left[link.send(left) :]
+            except BlockingIOError:
+                _wait(link, select.POLLOUT, deadline)
+
+    def _receive(self, rank: int, deadline: float) -> bytes:
+        link = self._link(rank)
+        link.setblocking(False)
+        (length,) = _LENGTH.unpack(self._exactly(link, rank, _LENGTH.size, deadline))
+        if length > _largest(self.size):
+            raise ShareError(f"{length} bytes from rank {rank}", rule="no step of an exchange has that many")
+        return self._exactly(link, rank, length, deadline)
+
+    def _exactly(self, link: socket.socket, rank: int, length: int, deadline: float) -> bytes:
+        got = bytearray()
+        while len(got) < length:
+            try:
+                part = link.recv(min(length - len(got), 1 << 20))
+            except BlockingIOError:
+                _wait(link, select.POLLIN, deadline)
+                continue
+            if not part:
+                raise ConnectionError(f"rank {rank} has left: it ended, or its exchange broke")
+            got += part
+        return bytes(got)
+
+
+class MpiExchange(_Star):
+    """The exchange of an mpi4py communicator, `COMM_WORLD` by default. Every rank of it makes one.
+
+    Its messages travel on a duplicate of the communicator, so that they cannot be taken for the program's own. MPI can
+    break no wait of others: they fail at their own time limits. What was being sent then is never completed, and
+    `MPI_Finalize` may wait for it: end such a program with `MPI.COMM_WORLD.Abort()`.
+    """
+
+    _TAGS: ClassVar[int] = 1 << 14  # every MPI has twice as many
+
+    def __init__(self, communicator: Any = None, *, timeout: float = TIMEOUT) -> None:
+        mpi = self._mpi = _optional("mpi4py.MPI")
+        parent = mpi.COMM_WORLD if communicator is None else communicator
+        super().__init__(parent.Get_rank(), parent.Get_size(), timeout)
+        self._members = list(range(self.size))
+        self._tag, self._next_tag = 1, [2]
+        self._pending: list[tuple[Any, bytes]] = []
+        duplicate: Any
+        duplicate, request = parent.Idup()
+        self._communicator = duplicate
+        self._complete(request, time.monotonic() + timeout)
+
+    def _part(self, groups: list[list[int]]) -> Exchange:
+        # Not Comm.Split, which waits without a limit.
+        mine = next(group for group in groups if self.rank in group)
+        part = object.__new__(MpiExchange)
+        _Gathering.__init__(part, mine.index(self.rank), len(mine), self.timeout)
+        part._mpi, part._communicator = self._mpi, self._communicator
+        part._members = [self._members[rank] for rank in mine]
+        part._tag, part._next_tag = self._next_tag[0] % self._TAGS, self._next_tag
+        part._pending = []
+        self._next_tag[0] += 1
+        return part
+
+    def _send(self, rank: int, data: bytes, deadline: float) -> None:
+        mpi = self._mpi
+        request = self._communicator.Isend([data, mpi.BYTE], dest=self._members[rank], tag=self._tag)
+        # MPI reads the bytes until the request has completed, whether somebody waits for it or not.
+        self._pending.append((request, data))
+        self._complete(request, deadline)
+        self._pending.pop()
+
+    def _receive(self, rank: int, deadline: float) -> bytes:
+        mpi, source = self._mpi, self._members[rank]
+        pause = _Pause(deadline)
+        while True:
+            status = mpi.Status()
+            message = self._communicator.Improbe(source=source, tag=self._tag, status=status)
+            if message is not None:
+                break
+            pause()
+        length = status.Get_count(mpi.BYTE)
+        if length > _largest(self.size):
+            raise ShareError(f"{length} bytes from rank {rank}", rule="no step of an exchange has that many")
+        data = bytearray(length)
+        self._complete(message.Irecv([data, mpi.BYTE]), deadline)
+        return bytes(data)
+
+    def _complete(self, request: Any, deadline: float) -> None:
+        pause = _Pause(deadline)
+        while not request.Test():
+            pause()
+
+
+class TorchExchange(_Gathering):
+    """The exchange of a torch.distributed process group, the default one if None. Every rank of it makes one.
+
+    Works over any backend: over NCCL the bytes travel through memory of the current CUDA device.
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float = TIMEOUT) -> None:
+        torch = self._torch = _optional("torch")
+        dist = self._dist = _optional("torch.distributed")
+        self._group = group
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+        backends = str(dist.get_backend_config(group))
+        self._device = "cpu" if "cpu" in backends else f"cuda:{torch.cuda.current_device()}"
+
+    def _gather(self, data: bytes, deadline: float) -> list[bytes]:
+        torch = self._torch
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
+        lengths = [int(one.item()) for one in self._tensors(length, deadline)]
+        longest = max(lengths)
+        if min(lengths) < 0 or longest > LARGEST:
+            raise ShareError(f"{longest} bytes from a rank", rule="no step of an exchange has that many")
+        if not longest:
+            return [b""] * self.size
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
+        found = self._tensors(padded, deadline)
+        return [one.cpu().numpy().tobytes()[:size] for one, size in zip(found, lengths, strict=True)]
+
+    def _tensors(self, tensor: Any, deadline: float) -> list[Any]:
+        """Gather a tensor of the same length from each rank."""
+        outputs = [self._torch.empty_like(tensor) for _ in range(self.size)]
+        work = self._dist.all_gather(outputs, tensor, group=self._group, async_op=True)
+        pause = _Pause(deadline)
+        while not work.is_completed():
+            pause()
+        work.wait()  # raises what went wrong, and orders the current stream after the gathering
+        return outputs
+
+    def _part(self, groups: list[list[int]]) -> Exchange:
+        if len(groups) == 1:
+            return self
+        dist = self._dist
+        own: Any = None
+        for ranks in groups:  # every rank takes part in making every group
+            named = (
+                ranks if self._group is None else [dist.get_global_rank(self._group, one) for one in ranks]
+            )
+            made = dist.new_group(named, timeout=timedelta(seconds=self.timeout))
+            own = made if self.rank in ranks else own
+        return TorchExchange(own, timeout=self.timeout)
+
+
+def _optional(name: str) -> Any:
+    """Import a library that remap does without, untyped."""
+    return importlib.import_module(name)
+
+
+def host_identity() -> bytes:
+    """Return what two processes have in common exactly if they can hand each other file descriptors.
+
+    That is the running system and the directory where sockets are: containers with directories of their own are as
+    far from each other as two machines.
+    """
+    status = os.stat(private_directory())
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with suppress(OSError):
+        return f"{boot.read_text().strip()} {status.st_dev} {status.st_ino}".encode()
+    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}".encode()
+
+
+class _Pause:
+    """Gives way to other processes between two looks, at first briefly; raises at the deadline."""
+
+    __slots__ = ("_deadline", "_turns")
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._turns = 0
+
+    def __call__(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise TimeoutError
+        self._turns += 1
+        # Ranks may outnumber cores: whoever waits must let the one run that is waited for.
+        time.sleep(0 if self._turns < 50 else min(1e-5 * self._turns, 1e-3))
+
+
+def _wait(link: socket.socket, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(link, event)
+    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        raise TimeoutError
+
+
+_LENGTH = struct.Struct("!Q")
+
+
+def _largest(size: int) -> int:
+    return (LARGEST + _LENGTH.size) * size
+
+
+def _packed(told: Sequence[bytes]) -> bytes:
+    return b"".join([*(_LENGTH.pack(len(one)) for one in told), *told])
+
+
+def _unpacked(whole: bytes, size: int) -> list[bytes]:
+    """Take apart what `_packed` made for `size` ranks; raises `ShareError` if it does not add up."""
+    at = size * _LENGTH.size
+    found: list[bytes] = []
+    if len(whole) >= at:
+        for (length,) in _LENGTH.iter_unpack(whole[:at]):
+            found.append(whole[at : at + length])
+            at += length
+    if len(found) != size or at != len(whole):
+        raise ShareError("a step of all ranks", rule="what rank 0 gathered does not add up")
+    return found
