@@ -33,7 +33,7 @@ else:
     _AnyDriver = object
 
 
-class _Forwarding(_AnyDriver):
+class _Forwarding(_AnyDriver):  # type: ignore[misc]
     """A driver that passes every call on to `inner`, each through what `_wrap` makes of it."""
 
     inner: Driver
