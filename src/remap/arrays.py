@@ -56,7 +56,7 @@ class DeviceArray:
         kind = _check_type(dtype)
         start = operator.index(offset)
         owner._check()
-        if not 0 <= start <= owner._size:
+        if not 0 <= start <= owner._reach:
             raise InvalidValueError(f"an array at offset {start}", rule=f"the memory has {owner._size} bytes")
         # A thread loads an element whole, up to 16 bytes at once, from a multiple of its size.
         unit = min(kind.itemsize & -kind.itemsize, 16)
@@ -64,9 +64,9 @@ class DeviceArray:
             raise AlignmentError(
                 f"an array of {kind} at offset {start}", rule=f"the offset must be a multiple of {unit} bytes"
             )
-        extents = _check_shape((owner._size - start) // kind.itemsize if shape is None else shape)
+        extents = _check_shape(max(owner._size - start, 0) // kind.itemsize if shape is None else shape)
         total = check_extent(extents, kind.itemsize)
-        if start + total > owner._size:
+        if start + total > owner._reach:
             raise InvalidValueError(
                 f"an array of shape {extents} of {kind} ({total} bytes) at offset {start}",
                 rule=f"it does not fit into the {owner._size} bytes of {owner.describe()}",
@@ -169,7 +169,8 @@ class DeviceArray:
         if not given.location.is_device:
             self.owner.copy_from_host(given.numpy(), offset=self.offset, stream=stream)
             return
-        with self.owner._using("copy_from", Access.READ_WRITE, stream, keep=given) as queue:
+        part = (self.offset, self.nbytes)
+        with self.owner._using("copy_from", Access.READ_WRITE, stream, part=part, keep=given) as queue:
             if queue is None:
                 raise AccessError(
                     "copy_from of device memory",
@@ -197,7 +198,7 @@ class DeviceArray:
                 rule="the CPU has no access to it",
                 next_step=f'Copy with to_host(), or place it on remap.Host() with access={{{Host()}: "rw"}}',
             )
-        export = self._export("view by NumPy", read_only=not right.writable)
+        export = self._export("view by NumPy", read_only=not self._writable(right))
         self.owner._wait_for_work("view by NumPy")
         return export.numpy(self.dtype, self.shape)
 
@@ -224,7 +225,7 @@ class DeviceArray:
         users = owner.accessing
         if not users:
             raise AttributeError("no device has access to this memory, so it has no __cuda_array_interface__")
-        writable = any(owner._rights[one.location].writable for one in users)
+        writable = any(self._writable(owner._rights[one.location]) for one in users)
         if self._handed_out is None:
             self._handed_out = self._export("CUDA array interface")
         described = {"descr": self.dtype.descr} if self.dtype.fields else {}
@@ -266,14 +267,15 @@ class DeviceArray:
         cpu = (dlpack.CPU, 0)
         if wanted is not None and wanted in places and not copy:
             right = self._cpu_right() if wanted == cpu else self.owner._rights[device(wanted[1]).location]
-            if not right.writable and not dlpack.versioned(max_version):
+            writable = self._writable(right)
+            if not writable and not dlpack.versioned(max_version):
                 raise ExportError(
                     "a DLPack capsule of read-only memory",
                     rule="capsules without a version cannot say that they are read-only",
                     next_step="Use a consumer that asks for DLPack 1.0 (and NumPy 2.1 or newer here), or copy",
                 )
             _check_dlpack_stream(wanted, stream)
-            export = self._export("DLPack", read_only=not right.writable)
+            export = self._export("DLPack", read_only=not writable)
             if wanted == cpu:
                 self.owner._wait_for_work("DLPack")
             elif stream != -1:
@@ -310,6 +312,10 @@ class DeviceArray:
             rule=f"the CPU has no access to it, and no CUDA device (the driver is {self.owner._driver.name})",
             next_step="Copy with to_host(), or ask for a copy on the CPU with dl_device=(1, 0)",
         )
+
+    def _writable(self, right: Access) -> bool:
+        """Tell whether somebody with this right to the whole may write this part of it."""
+        return right.writable and self.owner._part_writable(self.offset, self.nbytes)
 
     def _cpu_right(self) -> Access:
         """Return the best right of any host location: the CPU looks from wherever it runs."""

@@ -33,6 +33,9 @@ class Memory(Protocol):
     def _rights(self) -> Mapping[Location, Access]: ...
 
     @property
+    def _reach(self) -> int: ...
+
+    @property
     def _uses(self) -> Uses: ...
 
     @property
@@ -71,6 +74,8 @@ class Memory(Protocol):
 
     def _check(self) -> None: ...
     def _check_backed(self, asked: str) -> None: ...
+    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None: ...
+    def _part_writable(self, offset: int, size: int) -> bool: ...
     def _wait_for_work(self, asked: str) -> None: ...
     def _using(
         self,
@@ -78,8 +83,10 @@ class Memory(Protocol):
         needed: Access,
         stream: StreamLike | None,
         *,
+        part: tuple[int, int] | None = None,
         keep: object = None,
         source: Any = None,
+        source_part: tuple[int, int] | None = None,
     ) -> AbstractContextManager[Queue | None]: ...
 
 
@@ -106,6 +113,7 @@ class Export:
                     next_step="Let that end first",
                 )
             owner._check_backed(asked)
+            owner._check_part(asked, offset, size, Access.READ)
             owner._uses.escaped = True
             if owner._exports is None:
                 owner._exports = set()

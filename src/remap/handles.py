@@ -15,7 +15,7 @@ as long as they are mapped anywhere (T8).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from remap import drivers
@@ -270,10 +270,25 @@ def parse_alignment(alignment: Size | None) -> int:
     return number
 
 
+reclaimers: list[Callable[[Any, Location], int]] = []
+"""What the rooms above hold back for later (pools, memory mapped ahead of its use), as calls that give it back.
+
+Each takes the driver and the location where memory ran out, and returns how many bytes it freed there.
+"""
+
+
 def create_handle(driver: Any, size: int, properties: AllocationProperties, purpose: str = "") -> int:
-    """Create an allocation and return its handle; an out-of-memory error says who asked and what is free."""
+    """Create an allocation and return its handle; an out-of-memory error says who asked and what is free.
+
+    Where memory runs out, what `reclaimers` can give back is given back, and the driver asked once more.
+    """
     try:
-        handle: int = driver.create(size, properties)
+        try:
+            handle: int = driver.create(size, properties)
+        except OutOfMemoryError:
+            if not sum([reclaim(driver, properties.location) for reclaim in reclaimers]):
+                raise
+            handle = driver.create(size, properties)
     except OutOfMemoryError as error:
         place = properties.location
         free = ""

@@ -132,11 +132,31 @@ class Range(Resource):
     def _check_backed(self, asked: str) -> None:
         """Raise `PausedError` if no memory stands behind the range; a mapping always has it."""
 
+    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
+        """Raise if a part cannot be used so, where parts differ: holes, chunks shared with others.
+
+        What differs by location is checked by itself. The caller holds the lock.
+        """
+
+    def _part_writable(self, offset: int, size: int) -> bool:
+        """Tell whether a part may be written by those who may write the whole; the caller holds no lock."""
+        return True
+
+    @property
+    def _reach(self) -> int:
+        """How many bytes from the address on can be used: more than the size where memory is mapped twice."""
+        return self._size
+
     def _right(self, place: Location) -> Access:
         return self._rights.get(place, Access.NONE)
 
-    def _begin_use(self, asked: str, place: Location, needed: Access) -> None:
-        """Begin an operation on the memory by one location; every one is followed by `_end_use`."""
+    def _begin_use(
+        self, asked: str, place: Location, needed: Access, part: tuple[int, int] | None = None
+    ) -> None:
+        """Begin an operation on the memory by one location; every one is followed by `_end_use`.
+
+        `part` is the (offset, size) that it touches, None where that is not known.
+        """
         with self._driver.lock:
             self._check()
             if self._taken:
@@ -153,6 +173,8 @@ class Range(Resource):
                     rule=f"it has {words(right)} to {self.describe()}",
                     next_step=f'Grant it with access={{{place}: "{needed}"}}',
                 )
+            if part is not None:
+                self._check_part(asked, *part, needed)
             self._busy += 1
 
     def _end_use(self, queue: Queue | None, keep: object = None) -> None:

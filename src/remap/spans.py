@@ -36,7 +36,7 @@ class Span(Range):
         if not 0 <= value <= 255:
             raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
         size = self._part("fill", offset, size)
-        with self._using("fill", Access.READ_WRITE, stream) as queue:
+        with self._using("fill", Access.READ_WRITE, stream, part=(offset, size)) as queue:
             if size and queue is None:
                 ctypes.memset(self._address + offset, value, size)
             elif size:
@@ -51,7 +51,8 @@ class Span(Range):
         """
         host = _host_array(array, "copy_from_host", writable=False)
         size = self._part("copy_from_host", offset, host.nbytes)
-        with self._using("copy_from_host", Access.READ_WRITE, stream, keep=host) as queue:
+        part = (offset, size)
+        with self._using("copy_from_host", Access.READ_WRITE, stream, part=part, keep=host) as queue:
             if size and queue is None:
                 ctypes.memmove(self._address + offset, host.ctypes.data, size)
             elif size:
@@ -66,7 +67,7 @@ class Span(Range):
         """
         host = _host_array(out, "copy_to_host", writable=True)
         size = self._part("copy_to_host", offset, host.nbytes)
-        with self._using("copy_to_host", Access.READ, stream, keep=host) as queue:
+        with self._using("copy_to_host", Access.READ, stream, part=(offset, size), keep=host) as queue:
             if size and queue is None:
                 ctypes.memmove(host.ctypes.data, self._address + offset, size)
             elif size:
@@ -106,7 +107,8 @@ class Span(Range):
             size = min(self._size - offset, source.size - source_offset)
         size = self._part("copy_from", offset, size)
         source._part("copy_from", source_offset, size)
-        with self._using("copy_from", Access.READ_WRITE, stream, source=source) as queue:
+        parts = {"part": (offset, size), "source_part": (source_offset, size)}
+        with self._using("copy_from", Access.READ_WRITE, stream, source=source, **parts) as queue:
             target, origin = self._address + offset, source._address + source_offset
             if size and queue is None:
                 ctypes.memmove(target, origin, size)
@@ -130,7 +132,7 @@ class Span(Range):
         self._check()
         if size is None:
             size = self._size - offset
-        if offset < 0 or size < 0 or offset + size > self._size:
+        if offset < 0 or size < 0 or offset + size > self._reach:
             raise InvalidValueError(
                 f"{asked} of {format_size(size)} from offset {offset}",
                 rule=f"the {self.kind} has {format_size(self._size)} ({self._size} bytes)",
@@ -144,20 +146,25 @@ class Span(Range):
         needed: Access,
         stream: StreamLike | None,
         *,
+        part: tuple[int, int] | None = None,
         keep: object = None,
         source: Span | None = None,
+        source_part: tuple[int, int] | None = None,
     ) -> Generator[Queue | None]:
-        """Run a block that queues work on the memory; yields the queue, or None where the CPU does it now."""
+        """Run a block that queues work on the memory; yields the queue, or None where the CPU does it now.
+
+        The parts are the (offset, size) that the work touches here and in the source.
+        """
         place = self._actor(asked, needed, stream, source)
         queue = None
         if place.is_device:
             queue = as_stream(stream, device(place.index))
         left = queue if stream is not None else None
-        self._begin_use(asked, place, needed)
+        self._begin_use(asked, place, needed, part)
         done = False
         try:
             if source is not None:
-                source._begin_use(asked, place, Access.READ)
+                source._begin_use(asked, place, Access.READ, source_part)
             try:
                 if queue is None:
                     self._wait_for_work(asked)

@@ -100,7 +100,7 @@ class Buffer(Span):
             return self.properties
         driver = self._driver
         with driver.lock:
-            handle = driver.retain(self._address)
+            handle = driver.retain(self._chunks[0].address)
             try:
                 found: AllocationProperties = driver.properties_of(handle)
             finally:
