@@ -12,13 +12,17 @@ from remap import Host, MiB, lifetime
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """After a test no object of it lives, and the device has as much free memory as before."""
+    """After a test no object of it lives, and the device has as much free memory as before.
+
+    On CUDA the other libraries keep pools, and the context memory of its own: there only the objects tell.
+    """
     before = len(lifetime.live())
     free = remap.device(0).memory().free
     yield
     remap.collect()
     assert len(lifetime.live()) == before
-    assert remap.device(0).memory().free == free
+    if remap.driver().name == "host":
+        assert remap.device(0).memory().free == free
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.cuda
 def framework(name: str) -> Any:
     """Import a framework, or skip with what is missing."""
     try:
-        return importlib.import_module(name)
+        with warnings.catch_warnings():  # what a framework does while it loads is not ours to judge
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
     except ImportError as error:  # numba-cuda raises it beside a NumPy that is too new for it
         pytest.skip(f"needs {name}: {error}")
     except AttributeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import click
 import pytest
@@ -63,8 +63,12 @@ def test_help(arguments: tuple[str, ...]) -> None:
 
 def test_version() -> None:
     """`--version` prints the version of the installed package."""
+    try:
+        installed = version("remap")
+    except PackageNotFoundError:
+        pytest.skip("remap runs from its sources here and is not installed")
     done = remap("--version")
-    assert (done.returncode, done.stdout) == (0, f"remap, version {version('remap')}\n")
+    assert (done.returncode, done.stdout) == (0, f"remap, version {installed}\n")
 
 
 @pytest.mark.parametrize(

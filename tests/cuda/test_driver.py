@@ -152,11 +152,9 @@ def outcome(driver: Any, asked: AllocationProperties) -> str:
         return error.name
     found = driver.properties_of(handle)
     driver.release(handle)
-    return (
-        "works"
-        if (found.location, found.handle_types) == (asked.location, asked.handle_types)
-        else f"{found}"
-    )
+    # Host memory reads back as that of the node the driver took (seen on H200).
+    place_kept = found.location == asked.location or (asked.location == Host() and not found.location.is_device)
+    return "works" if place_kept and found.handle_types == asked.handle_types else f"{found}"
 
 
 def test_both_handle_types_at_once_are_read_back(driver: Any) -> None:
