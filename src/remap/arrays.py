@@ -198,7 +198,7 @@ class DeviceArray:
                 rule="the CPU has no access to it",
                 next_step=f'Copy with to_host(), or place it on remap.Host() with access={{{Host()}: "rw"}}',
             )
-        export = self._export("view by NumPy", read_only=not self._writable(right))
+        export = self._export("view by NumPy", read_only=not self._writable(right), cpu=True)
         self.owner._wait_for_work("view by NumPy")
         return export.numpy(self.dtype, self.shape)
 
@@ -275,7 +275,7 @@ class DeviceArray:
                     next_step="Use a consumer that asks for DLPack 1.0 (and NumPy 2.1 or newer here), or copy",
                 )
             _check_dlpack_stream(wanted, stream)
-            export = self._export("DLPack", read_only=not writable)
+            export = self._export("DLPack", read_only=not writable, cpu=wanted == cpu)
             if wanted == cpu:
                 self.owner._wait_for_work("DLPack")
             elif stream != -1:
@@ -334,8 +334,8 @@ class DeviceArray:
         self._stream = target  # holds the stream object, so that the handle stays what it is
         return target.handle or 1  # the interface forbids 0; the legacy default stream is 1
 
-    def _export(self, asked: str, *, read_only: bool = False) -> Export:
-        return Export(self.owner, self.offset, self.nbytes, asked, read_only=read_only)
+    def _export(self, asked: str, *, read_only: bool = False, cpu: bool = False) -> Export:
+        return Export(self.owner, self.offset, self.nbytes, asked, read_only=read_only, cpu=cpu)
 
     def __repr__(self) -> str:
         """Return shape, type and owner."""

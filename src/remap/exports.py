@@ -28,6 +28,7 @@ class Memory(Protocol):
     _exports: set[int] | None
     _size: int
     _taken: str
+    _views: set[int] | None
 
     @property
     def _rights(self) -> Mapping[Location, Access]: ...
@@ -93,12 +94,21 @@ class Memory(Protocol):
 class Export:
     """One view of memory that was handed out: holds the memory, and counts as an export of it while it lives.
 
-    `read_only` is what a NumPy array over it will be.
+    `read_only` is what a NumPy array over it will be; `cpu` says that the CPU looks through it.
     """
 
-    __slots__ = ("__weakref__", "_exports", "_size", "_token", "address", "owner", "read_only")
+    __slots__ = ("__weakref__", "_exports", "_size", "_token", "_views", "address", "owner", "read_only")
 
-    def __init__(self, owner: Memory, offset: int, size: int, asked: str, *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        owner: Memory,
+        offset: int,
+        size: int,
+        asked: str,
+        *,
+        read_only: bool = False,
+        cpu: bool = False,
+    ) -> None:
         self.owner = owner
         self.address = owner._address + offset
         self.read_only = read_only
@@ -119,6 +129,12 @@ class Export:
                 owner._exports = set()
             self._exports = owner._exports
             self._exports.add(self._token)
+            self._views: set[int] | None = None
+            if cpu:
+                if owner._views is None:
+                    owner._views = set()
+                self._views = owner._views
+                self._views.add(self._token)
 
     @property
     def __array_interface__(self) -> Mapping[str, Any]:
@@ -144,6 +160,9 @@ class Export:
         exports: set[int] | None = getattr(self, "_exports", None)
         if exports is not None:
             exports.discard(self._token)
+        views: set[int] | None = getattr(self, "_views", None)
+        if views is not None:
+            views.discard(self._token)
 
 
 _tokens = itertools.count(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from remap.errors import AccessError, InUseError, InvalidValueError
 from remap.lifetime import Resource, Rollback, undo
@@ -26,6 +26,14 @@ class Chunk(NamedTuple):
     location: Location
 
 
+class Arriving(Protocol):
+    """Contents that are still being copied into a range."""
+
+    def join(self, queue: Queue, part: tuple[int, int] | None = None) -> None:
+        """Let later work of a stream wait for a part, (offset, size), or for the whole; the host does not wait."""
+        ...
+
+
 class Range(Resource):
     """Mapped addresses with access rights and the uses that are made of them; `Span` adds what can be done there."""
 
@@ -39,6 +47,10 @@ class Range(Resource):
     # A token for each array that another library holds. Adding and dropping one is atomic, so a finaliser can do it on
     # any thread without a lock.
     _exports: set[int] | None = None
+    # Those of them through which the CPU looks: it would crash where a device array merely has to wait for `resume`.
+    _views: set[int] | None = None
+    # Copies still on their way into the memory (an ordered resume): `join(queue)` lets a stream wait for them.
+    _arriving: Arriving | None = None
 
     # -- what it is --
 
@@ -93,6 +105,8 @@ class Range(Resource):
         held = tuple((place, right) for place, right in before if right.readable)
         with self._driver.lock, Rollback() as rollback:
             self._check()
+            if self._taken:  # its mappings come and go, and these rights would be for the old ones
+                self._check_free("given other rights")
             for address, size in self._ranges():
                 try:
                     self._driver.set_access(address, size, grants)
@@ -191,11 +205,14 @@ class Range(Resource):
             self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
 
     @contextmanager
-    def _taking(self, doing: str) -> Generator[None]:
-        """Exclude all other operations for a block that takes the memory away; `doing` is a past participle."""
+    def _taking(self, doing: str, *, for_a_while: bool = False) -> Generator[None]:
+        """Exclude all other operations for a block that takes the memory away; `doing` is a past participle.
+
+        Where there will be memory at the same addresses again, `for_a_while`, device arrays of other libraries may stay.
+        """
         with self._driver.lock:
             self._check()
-            self._check_free(doing)
+            self._check_free(doing, self._views if for_a_while else self._exports)
             self._taken = doing
         try:
             yield
@@ -203,8 +220,8 @@ class Range(Resource):
             with self._driver.lock:
                 self._taken = ""
 
-    def _check_free(self, doing: str) -> None:
-        """Raise `InUseError` if anything uses the memory at this moment, or looks at it through an array."""
+    def _check_free(self, doing: str, views: set[int] | None = None) -> None:
+        """Raise `InUseError` if anything uses the memory at this moment, or looks at it through one of `views`."""
         if self._taken or self._busy:
             rule = (
                 f"it is being {self._taken}"
@@ -212,16 +229,16 @@ class Range(Resource):
                 else f"{self._busy} operations on it are under way"
             )
             raise InUseError(f"{self.describe()} to be {doing}", rule=rule, next_step="Let them end first")
-        if self._exports:
+        if views:
             raise InUseError(
                 f"{self.describe()} to be {doing}",
-                rule=f"{len(self._exports)} arrays of other libraries still view it",
+                rule=f"{len(views)} arrays of other libraries still view it",
                 next_step="Delete them first",
             )
 
     def _check_closable(self) -> None:
         if self._taken or self._busy or self._exports:
-            self._check_free("closed")
+            self._check_free("closed", self._exports)
 
     def close(self, *, after: After = Known.STREAMS) -> None:
         """Unmap and give the memory back. Closing again does nothing.

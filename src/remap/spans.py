@@ -173,6 +173,10 @@ class Span(Range):
                     yield None
                 else:
                     with queue.device.current():
+                        if self._arriving is not None:
+                            self._arriving.join(queue, part)
+                        if source is not None and source._arriving is not None:
+                            source._arriving.join(queue, source_part)
                         yield queue
                         if stream is None:
                             self._driver.synchronize_stream(queue.handle)

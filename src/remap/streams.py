@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -186,8 +186,8 @@ class Queue:
 
     @property
     def over(self) -> bool:
-        """Whether this is a stream of ours that was closed, which has waited for all its work."""
-        return isinstance(self.owner, Stream) and self.owner.closed
+        """Whether this is a stream of ours whose owner was closed, which has waited for all its work."""
+        return isinstance(self.owner, Resource) and self.owner.closed
 
     @property
     def transient(self) -> bool:
@@ -328,6 +328,23 @@ class Uses:
     def waiter(self, accessing: tuple[Device, ...], asked: str) -> Callable[[], None] | None:
         """Return the wait as a call that a release can keep, or None if there is nothing to wait for."""
         return (lambda: self.wait(accessing, asked)) if self else None
+
+
+def wait_for_all(uses: Sequence[tuple[Uses, tuple[Device, ...], str]]) -> None:
+    """Wait as `Uses.wait` does for each, given with its accessing devices and what is asked, but once for each context.
+
+    Raises `InUseError` for a stream that is being captured, with nothing waited for.
+    """
+    for one, _, asked in uses:
+        one.check_not_capturing(asked)
+    for device in dict.fromkeys(device for one, accessing, _ in uses if one.escaped for device in accessing):
+        device.synchronize()
+    for one, accessing, asked in uses:
+        escaped, one.escaped = one.escaped, False  # that much is done
+        try:
+            one.wait(accessing, asked)
+        finally:
+            one.escaped = escaped or one.escaped
 
 
 def _in_context(one: Device, call: Callable[..., Any], handle: int) -> None:

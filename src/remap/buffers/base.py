@@ -14,7 +14,7 @@ from remap import drivers
 from remap.buffers.placement import Placement, at_place, place
 from remap.errors import PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
-from remap.lifetime import Description, Release, Rollback, drain, queued, undo
+from remap.lifetime import Description, Release, Rollback, Step, drain, queued, undo
 from remap.locations import LocationLike
 from remap.sizes import Size, parse_size, round_up
 from remap.spans import Chunk, Span
@@ -32,6 +32,10 @@ class Buffer(Span):
     generation: int = 0
     _reserved: int = 0
     _paused: str = ""
+    # While it is paused, what residency keeps of it: `drop()` gives that back.
+    _backup: Any = None
+    # Whether other processes hold memory of this buffer; the wing for sharing says so.
+    _shared: bool = False
     _listeners: tuple[Callable[[Buffer], None], ...] = ()
 
     def __init__(self, driver: Any, placement: Placement, stripe: int, alignment: int = 0) -> None:
@@ -79,24 +83,25 @@ class Buffer(Span):
     def chunks(self) -> tuple[Chunk, ...]:
         """Every (address, size, location) behind this buffer, in order.
 
-        A library that registers memory must register each by itself. Reading it lets the addresses escape.
+        A library that registers memory must register each by itself. Reading it lets the addresses escape. There are
+        none while the buffer is paused.
         """
         self._check()
         self._uses.escaped = True
-        return tuple(self._chunks)
+        return () if self._paused else tuple(self._chunks)
 
     def footprint(self) -> dict[Location, int]:
-        """Return the physical bytes behind this buffer by location."""
+        """Return the physical bytes behind this buffer by location; none while it is paused."""
         self._check()
         total: dict[Location, int] = {}
-        for chunk in self._chunks:
+        for chunk in () if self._paused else self._chunks:
             total[chunk.location] = total.get(chunk.location, 0) + chunk.size
         return total
 
     def outcome(self) -> AllocationProperties:
         """Return the properties of the first chunk as given and not as asked for. Asks the driver."""
         self._check()
-        if not self._chunks:
+        if not self._chunks or self._paused:
             return self.properties
         driver = self._driver
         with driver.lock:
@@ -143,13 +148,13 @@ class Buffer(Span):
             listener(self)
 
     def _detach(self) -> Release:
-        if not self._reserved:
-            return Release(0, [])
         driver = self._driver
-        steps = [
-            (driver.unmap, (self._address, self._reserved)),
-            (driver.free_range, (self._address, self._reserved)),
-        ]
+        steps: list[Step] = []
+        if self._reserved:
+            steps.append((driver.unmap, (self._address, self._reserved)))
+            steps.append((driver.free_range, (self._address, self._reserved)))
+        if self._backup is not None:
+            steps.append((self._backup.drop, ()))
         return Release(0, steps, self._wait_on_close())
 
     def describe(self) -> Description:
@@ -157,6 +162,8 @@ class Buffer(Span):
         places = ", ".join(str(place) for place in self.resident)
         count = len(self._chunks)
         detail = f"{count} chunk{'s' * (count != 1)} on {places}" if count else "nothing behind it"
+        if self._paused:
+            detail += f", paused ({self._paused})"
         return Description(self.kind, self.serial, self._size, self._address, detail)
 
 

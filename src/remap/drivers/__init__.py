@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from remap import lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
 
-__all__ = ["NAMES", "Driver", "close", "current", "open", "use"]
+__all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "use"]
 
 NAMES = ("cuda", "host")
 """The drivers there are, in the order in which they are tried."""
@@ -60,6 +61,7 @@ class _Choice:
 
 
 _choice = _Choice()
+_listeners: list[Callable[[Driver], None]] = []
 
 
 def current() -> Driver:
@@ -100,6 +102,7 @@ def use(driver: str | Driver, **options: Any) -> Driver:
     else:
         _check_idle(f"change of driver to {driver.name!r}")
         opened = driver
+    _leave()
     with _choice.lock:
         previous = _choice.driver if _choice.epoch == lifetime.epoch() else None
         _set(opened)
@@ -115,10 +118,26 @@ def close() -> None:
     Raises `InUseError` while objects live.
     """
     _check_idle("closing the driver")
+    _leave()
     with _choice.lock:
         previous, _choice.driver = _choice.driver, None
     if previous is not None and _choice.epoch == lifetime.epoch():
         previous.shutdown()
+
+
+def on_leave(listener: Callable[[Driver], None]) -> None:
+    """Call `listener(driver)` before a driver is closed or another takes its place, when none of its objects live.
+
+    For rooms that keep memory of it ready: they give it back there.
+    """
+    _listeners.append(listener)
+
+
+def _leave() -> None:
+    driver = _choice.driver
+    if driver is not None and _choice.epoch == lifetime.epoch():
+        for listener in _listeners:
+            listener(driver)
 
 
 def _check_idle(asked: str) -> None:

@@ -115,6 +115,10 @@ class Kernel:
         self._begin_uses(spans, device.location)
         queued = None
         try:
+            for span in spans:
+                if span._arriving is not None:
+                    with device.current():
+                        span._arriving.join(queue)
             # As `device.current()` does, without its price: most programs keep one context current.
             context = device._context
             if context and not packed.streams and driver.current_context() == context:

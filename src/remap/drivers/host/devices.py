@@ -15,10 +15,7 @@ _REASONS = {
     "multicast": "the host driver emulates no multicast objects",
     "compression": "the host driver keeps all memory uncompressed; the request is accepted, and read back as refused",
     "rdma": "no network adapter can reach a simulated device",
-    "memory_pools": "the host driver has no stream-ordered allocator",
-    "managed_memory": "the host driver migrates no pages between devices and host",
-    "hmm": "kernels reach only what was mapped or allocated through the driver",
-    "ats": "kernels reach only what was mapped or allocated through the driver",
+    "ats": "simulated devices have no page tables; they reach host memory that a launch names (capability hmm)",
     "coherent": "simulated devices keep their memory from the CPU, as most GPUs do",
 }
 _OVERRIDDEN = "switched off when the host driver was opened"
@@ -40,6 +37,7 @@ class Devices:
                 memory=memory,
                 l2_cache=4 << 20,
                 numa_node=0,
+                integrated=options.coherent,
             )
             for memory, clock in zip(options.memory, options.clock_khz, strict=True)
         ]
