@@ -57,11 +57,11 @@ class Fds:
         """The descriptors, in order; none once closed."""
         return tuple(self._numbers)
 
-    def duplicate(self) -> Fds:
-        """Return descriptors of the same files with a life of their own."""
+    def duplicate(self, first: int = 0, count: int | None = None) -> Fds:
+        """Return descriptors of the same files, all or `count` of them, with a life of their own; raises `OSError`."""
         copy = Fds()
         try:
-            for number in self._numbers:
+            for number in self._numbers[first : None if count is None else first + count]:
                 copy.add(os.dup(number))
         except BaseException:
             copy.close()

@@ -1,0 +1,218 @@
+"""`export`: hand memory to other processes without a copy."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any, NamedTuple, cast
+
+from remap.arrays import DeviceArray
+from remap.buffers.base import Buffer
+from remap.buffers.plain import PlainMemory
+from remap.errors import InUseError, InvalidValueError, NotSupportedError, ShareError, driver_error
+from remap.lifetime import Rollback
+from remap.locations import parse_handle_types
+from remap.ranges import Chunk
+from remap.sharing.channel import Fds
+from remap.sharing.descriptor import IDENTITY_BYTES, MOST_CHUNKS, Descriptor, SharedChunk
+from remap.sharing.importing import ImportedBuffer, check_shares
+from remap.sharing.leases import LIMIT, Exported, lend
+from remap.spans import Span
+from remap.types import Access, AllocationProperties, HandleType, Location, LocationKind
+
+
+def export(
+    memory: Span | DeviceArray,
+    *,
+    offset: int = 0,
+    size: int | None = None,
+    access: Access | str = Access.READ_WRITE,
+    handle: HandleType | str | None = None,
+    receipts: int = 1,
+    timeout: float = LIMIT,
+) -> Exported:
+    """Export a buffer, a mapping, an array or a part of one, for other processes to `remap.open`.
+
+    The result travels through `multiprocessing`, or as `to_bytes()` through anything else. `offset` and `size` choose a
+    part in bytes; a chunk is never divided, so the importer maps the whole chunks that it lies in. `access` is the
+    most that importers are offered; that binds those who keep to it, as whoever holds a handle can map it read-write.
+    `handle` is the kind, `"posix_fd"` where the memory has both.
+
+    Descriptors are duplicated at once, and closed after as many `receipts` by other processes or `timeout` seconds.
+    Until then they keep the memory, whatever becomes of the buffer; after that whoever has opened it does. A buffer
+    that was exported refuses to pause, migrate and decommit, since others would go on using the old memory.
+
+    Raises `ShareError` for memory that was not made for it, `NotSupportedError` for Win32 handles, `PausedError`,
+    `InUseError`. A failure changes nothing. Source: cuMemRetainAllocationHandle, cuMemExportToShareableHandle.
+    """
+    if isinstance(memory, DeviceArray):
+        whole = memory.size * memory.dtype.itemsize
+        part = whole - offset if size is None else size
+        if not 0 <= offset <= whole or not 0 <= part <= whole - offset:
+            raise InvalidValueError(f"export of {part} bytes from {offset}", rule=f"the array has {whole}")
+        size = part
+        span, start = cast("Span", memory.owner), memory.offset + offset
+    else:
+        span, start = memory, offset
+    size = span._part("export", start, size)
+    right = Access.parse(access)
+    if right is Access.NONE:
+        raise InvalidValueError("export with no access", rule='importers are offered "r" or "rw"')
+    kind = None if handle is None else _kind(handle)
+    driver = span._driver
+    if isinstance(span, PlainMemory):
+        raise ShareError(
+            f"export of {span.describe()}",
+            rule="memory of a device's own allocator (cuMemAlloc) has no shareable handle, only legacy IPC ones",
+            next_step=f"Use remap.allocate{_HOW}",
+        )
+    check_shares(driver, "export")
+    with Rollback() as rollback:
+        shared, handles = _take(span, start, size, kind, rollback)
+        descriptor = Descriptor(
+            driver=driver.name,
+            kind=shared.kind,
+            chunks=tuple(SharedChunk(chunk.size, chunk.location) for chunk in shared.chunks),
+            offset=shared.offset,
+            size=size,
+            access=right,
+            identity=span._identity,
+            generation=getattr(span, "generation", 0) % (1 << 64),
+            address=span._address + start if size else 0,
+            compressible=shared.properties.compressible,
+            rdma=shared.properties.rdma,
+        )
+        if not isinstance(handles, Fds) or not shared.chunks:
+            return Exported(descriptor, handles=() if isinstance(handles, Fds) else handles)
+        return Exported(descriptor, lease=lend(handles, receipts=receipts, limit=timeout))
+
+
+class _Taken(NamedTuple):
+    """The chunks that a part of a span lies in, where in the first it begins, and what they can be exported as."""
+
+    chunks: tuple[Chunk, ...]
+    offset: int
+    kind: HandleType
+    properties: AllocationProperties
+
+
+def _take(
+    span: Span, start: int, size: int, kind: HandleType | None, rollback: Rollback
+) -> tuple[_Taken, Fds | tuple[bytes, ...]]:
+    """Return the chunks of a part of a span and a new handle for each; the span counts as shared from here on."""
+    driver: Any = span._driver
+    retained: list[int] = []
+    try:
+        with driver.lock:
+            span._check()
+            span._check_backed("export")
+            if span._taken:
+                raise InUseError(
+                    f"export of {span.describe()}",
+                    rule=f"it is being {span._taken} by another thread",
+                    next_step="Let that end first",
+                )
+            chunks, offset, first = _chunks_of(span, start, size)
+            span._identity = span._identity or secrets.token_bytes(IDENTITY_BYTES)
+            if isinstance(span, Buffer) and not span._shared:
+                span._shared = True
+                rollback.undo(setattr, span, "_shared", False)
+            imported = span if isinstance(span, ImportedBuffer) else None
+            again = imported._handles_again(first, len(chunks)) if imported is not None else None
+            if imported is not None and again is not None:
+                shared = imported.descriptor
+                if kind not in {None, shared.kind}:
+                    raise _not_made_for(span, str(kind), f"it was imported as {shared.kind}")
+                return _Taken(chunks, offset, shared.kind, imported.properties), again
+            for address in (chunk.address for chunk in chunks):
+                retained.append(driver.retain(address))  # noqa: PERF401 (those before a failure are given back)
+        properties = driver.properties_of(retained[0]) if retained else getattr(span, "properties", _NOTHING)
+        kind = _choose(span, properties, kind)
+        return _Taken(chunks, offset, kind, properties), _handles(driver, retained, kind)
+    finally:
+        for handle in retained:
+            driver.release(handle)
+
+
+def _chunks_of(span: Span, start: int, size: int) -> tuple[tuple[Chunk, ...], int, int]:
+    """Return the chunks that a part lies in, where in the first it begins, and how many come before that."""
+    if not size:
+        return (), 0, 0
+    begin = span._address + start
+    every = span.chunks
+    found = tuple(one for one in every if one.address < begin + size and begin < one.address + one.size)
+    if len(found) > MOST_CHUNKS:
+        raise InvalidValueError(
+            f"export of {len(found)} chunks",
+            rule=f"shared memory has {MOST_CHUNKS} at most, as each needs a handle of its own",
+            next_step="Allocate it with fewer, larger chunks",
+        )
+    at = found[0].address if found else begin
+    for one in found:
+        if one.address != at:
+            break
+        at += one.size
+    if not found or found[0].address > begin or at < begin + size:
+        raise ShareError(
+            f"export of {size} bytes of {span.describe()}",
+            rule="a part of it has no memory behind it",
+            next_step="Commit the whole part first, or export a smaller one",
+        )
+    return found, begin - found[0].address, every.index(found[0])
+
+
+def _choose(span: Span, properties: AllocationProperties, kind: HandleType | None) -> HandleType:
+    made_for = properties.handle_types
+    if kind is None and not made_for and not span.size:
+        return HandleType.POSIX_FD
+    if kind is None:
+        kind = HandleType.POSIX_FD if HandleType.POSIX_FD in made_for else next(iter(made_for), None)
+    if kind is None or kind not in made_for:
+        listed = " and ".join(sorted(made_for)) or "none"
+        raise _not_made_for(
+            span, str(kind or "any handle"), f"its handle types were fixed when it was created: {listed}"
+        )
+    return kind
+
+
+def _handles(driver: Any, retained: list[int], kind: HandleType) -> Fds | tuple[bytes, ...]:
+    if kind is HandleType.FABRIC:
+        return tuple(bytes(driver.export_handle(handle, kind)) for handle in retained)
+    fds = Fds()
+    try:
+        for handle in retained:
+            number = driver.export_handle(handle, kind)
+            fds.add(number)
+            os.set_inheritable(number, False)
+    except BaseException:
+        fds.close()
+        raise
+    return fds
+
+
+def _kind(handle: HandleType | str) -> HandleType:
+    (kind,) = parse_handle_types(handle)
+    if kind is HandleType.WIN32:
+        error = driver_error(
+            "cuMemExportToShareableHandle",
+            801,
+            asked="export as win32",
+            rule="Win32 handles exist on Windows only, and remap shares memory on Linux",
+            next_step='Use handle="posix_fd"',
+        )
+        assert isinstance(error, NotSupportedError)
+        error.capability = "win32"
+        raise error
+    return kind
+
+
+_HOW = '(..., shareable="posix_fd"), or "fabric" between machines'
+_NOTHING = AllocationProperties(Location(LocationKind.DEVICE), frozenset({HandleType.POSIX_FD}))
+
+
+def _not_made_for(span: Span, kind: str, rule: str) -> ShareError:
+    return ShareError(
+        f"export of {span.describe()} as {kind}",
+        rule=rule,
+        next_step=f"Allocate it with remap.allocate{_HOW}",
+    )

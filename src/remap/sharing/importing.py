@@ -1,0 +1,269 @@
+"""`open`: memory of another process as a buffer here, checked against what its descriptor and the driver say.
+
+Rights between processes are cooperative: an importer gets the right it asks for, and not more than it was offered, but
+whoever holds a handle can map it read-write; the driver knows of no other kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from remap import drivers
+from remap.buffers.base import Buffer
+from remap.buffers.placement import _check_reach
+from remap.drivers.protocol import Driver, SupportsSharing
+from remap.errors import AccessError, CudaResult, DescriptorError, DriverError, ShareError
+from remap.handles import reserve_range
+from remap.lifetime import Release, Rollback, Step, drain, queued, undo
+from remap.locations import LocationLike, locations
+from remap.sharing.channel import Fds
+from remap.sharing.descriptor import Descriptor, SharedChunk
+from remap.sharing.leases import PATIENCE, Exported, receive
+from remap.sizes import format_size
+from remap.spans import Chunk
+from remap.types import Access, AllocationProperties, Location, LocationKind
+
+
+class ImportedBuffer(Buffer):
+    """Memory of another process, mapped here. Made by `remap.open` and by a broker's client.
+
+    It stands alone: other imports of the same memory, and the exporter's buffer, can be closed without touching it, and
+    the memory lives as long as any of them. A slice is mapped with the whole chunks it lies in, so `chunks` and
+    `footprint()` count those. It holds its handles, so that it can be exported again.
+    """
+
+    kind: ClassVar[str] = "imported buffer"
+
+    def __init__(
+        self,
+        driver: Any,
+        descriptor: Descriptor,
+        handles: Fds | tuple[bytes, ...],
+        access: Access,
+        accessing: LocationLike | Iterable[LocationLike] | None,
+        *,
+        same_address: bool = False,
+        on_close: tuple[Step, ...] = (),
+    ) -> None:
+        # Not Buffer.__init__, which creates memory of its own.
+        super(Buffer, self).__init__(driver)
+        self.descriptor = descriptor
+        self.generation = descriptor.generation
+        self._identity = descriptor.identity
+        self._shared = True
+        self._handles = handles
+        self._on_close = on_close
+        self._rights: Mapping[Location, Access] = {}
+        self._chunks: list[Chunk] = []
+        self._size = descriptor.size
+        self._reserved = self._base = 0
+        place = descriptor.chunks[0].location if descriptor.chunks else locations(0, "resident")[0]
+        self.properties = _properties(descriptor, place)
+        if descriptor.chunks:
+            with Rollback() as rollback:  # no lock: nobody else can see this range yet
+                self._map(accessing, access, same_address, rollback)
+        self._opened()
+
+    @property
+    def identity(self) -> bytes:
+        """What tells this memory from all other: the same in every process that has it."""
+        return self._identity
+
+    def _map(
+        self,
+        accessing: LocationLike | Iterable[LocationLike] | None,
+        access: Access,
+        same_address: bool,
+        rollback: Rollback,
+    ) -> None:
+        driver, shared = self._driver, self.descriptor
+        numbers = self._handles.numbers if isinstance(self._handles, Fds) else self._handles
+        imported: list[tuple[int, SharedChunk]] = []
+        try:
+            for number, chunk in zip(numbers, shared.chunks, strict=True):
+                handle = driver.import_handle(number, shared.kind)
+                imported.append((handle, chunk))
+                place = _checked_place(driver, handle, chunk, shared)
+                self._chunks.append(Chunk(0, chunk.size, place))
+            places = tuple(dict.fromkeys(chunk.location for chunk in self._chunks))
+            users = places if accessing is None else locations(accessing, "accessing")
+            _check_reach(driver, users, places)
+            grants = tuple((user, access) for user in users)
+            total = shared.mapped_size
+            self._base = at = self._reserve(total, same_address)
+            rollback.undo(driver.free_range, at, total)
+            self._reserved, self._address = total, at + shared.offset
+            for index, (handle, chunk) in enumerate(imported):
+                _map_whole(driver, at, chunk.size, handle)
+                rollback.undo(driver.unmap, at, chunk.size)
+                self._chunks[index] = self._chunks[index]._replace(address=at)
+                at += chunk.size
+            driver.set_access(self._base, total, grants)
+            self._rights = dict(grants)
+        except BaseException as error:
+            for handle, _ in imported:
+                undo(error, driver.release, handle)
+            raise
+        # The mappings alone keep the memory, as in every buffer.
+        for handle, _ in imported:
+            driver.release(handle)
+
+    def _reserve(self, total: int, same_address: bool) -> int:
+        wanted = self.descriptor.address - self.descriptor.offset if same_address else 0
+        found = reserve_range(self._driver, total, 0, max(wanted, 0))
+        if same_address and found != wanted:
+            self._driver.free_range(found, total)
+            raise ShareError(
+                f"{format_size(total)} at {wanted:#x}, where the exporter has it",
+                rule="something else of this process lies there",
+                next_step="Map shared memory before other memory is allocated, or leave same_address out",
+            )
+        return found
+
+    def _handles_again(self, first: int, count: int) -> Fds | tuple[bytes, ...] | None:
+        """Return handles for some chunks, to export them again; None if the memory behind them was changed."""
+        if not self._shared:
+            return None
+        if isinstance(self._handles, tuple):
+            return self._handles[first : first + count]
+        return self._handles.duplicate(first, count)
+
+    def _changed(self) -> None:
+        # Other memory stands behind the address now, and it is nobody else's.
+        if isinstance(self._handles, Fds):
+            self._handles.close()
+        self._handles = ()
+        super()._changed()
+
+    def _detach(self) -> Release:
+        steps: list[Step] = []
+        if self._reserved:
+            steps.append((self._driver.unmap, (self._base, self._reserved)))
+            steps.append((self._driver.free_range, (self._base, self._reserved)))
+        if self._backup is not None:
+            steps.append((self._backup.drop, ()))
+        if isinstance(self._handles, Fds):
+            steps.append((self._handles.close, ()))
+        return Release(0, [*steps, *self._on_close], self._wait_on_close())
+
+
+def open(  # users write remap.open
+    source: Exported | bytes,
+    *,
+    access: Access | str = Access.READ,
+    accessing: LocationLike | Iterable[LocationLike] | None = None,
+    same_address: bool = False,
+    timeout: float = PATIENCE,
+) -> ImportedBuffer:
+    """Map memory that another process exported, and return it as a buffer.
+
+    `source` is what `remap.export` gave, after its journey through `multiprocessing`, or the bytes of its
+    `to_bytes()`. `access` is "r" or "rw"; `accessing` names the locations that get it, by default those that hold the
+    bytes. With `same_address` the memory is mapped where the exporter has it, for programs that keep pointers in it.
+
+    Opening waits for no work: what is written when is for the two processes to agree on (`SharedEvent`, or a message
+    sent after a wait). Raises `DescriptorError` if the description is malformed or is not what the driver says,
+    `ShareError` if the exporter has gone before its memory was received, does not answer within `timeout` seconds, or
+    the address is taken, `AccessError` for a right that was not offered. A failure leaves nothing behind. Source:
+    cuMemImportFromShareableHandle, cuMemMap, cuMemSetAccess.
+    """
+    if queued:
+        drain()
+    if isinstance(source, bytes | bytearray | memoryview):
+        source = receive(bytes(source), timeout=timeout)
+    descriptor = source.descriptor
+    return import_memory(
+        descriptor, source.handles(), access=access, accessing=accessing, same_address=same_address
+    )
+
+
+def import_memory(
+    descriptor: Descriptor,
+    handles: Fds | tuple[bytes, ...],
+    *,
+    access: Access | str,
+    accessing: LocationLike | Iterable[LocationLike] | None = None,
+    same_address: bool = False,
+    on_close: tuple[Step, ...] = (),
+) -> ImportedBuffer:
+    """Map memory by its descriptor and one handle for each chunk; takes ownership of descriptors of files.
+
+    `on_close` are steps that its closing takes after the memory is unmapped.
+    """
+    try:
+        driver = drivers.current()
+        right = Access.parse(access)
+        _check_offer(driver, descriptor, right)
+        if len(handles) != len(descriptor.chunks):
+            raise DescriptorError(
+                f"{len(handles)} handles for {len(descriptor.chunks)} chunks",
+                rule="each chunk has one of its own",
+            )
+        return ImportedBuffer(
+            driver, descriptor, handles, right, accessing, same_address=same_address, on_close=on_close
+        )
+    except BaseException:
+        if isinstance(handles, Fds):
+            handles.close()
+        raise
+
+
+def _check_offer(driver: Any, descriptor: Descriptor, right: Access) -> None:
+    if driver.name != descriptor.driver:
+        raise ShareError(
+            f"memory of the {descriptor.driver} driver",
+            rule=f"this process uses the {driver.name} driver, which cannot map it",
+            next_step=f'Call remap.use("{descriptor.driver}"), or set REMAP_DRIVER for both',
+        )
+    if not isinstance(driver, SupportsSharing):
+        raise ShareError(f"memory of another process on the {driver.name} driver", rule="it shares no memory")
+    if right is Access.NONE or (right.writable and not descriptor.access.writable):
+        raise AccessError(
+            f'shared memory with access "{right}"',
+            rule=f'its exporter offers "{descriptor.access}"',
+            next_step='Ask for access="r", or export it with access="rw"',
+        )
+
+
+def check_shares(driver: Driver, asked: str) -> None:
+    """Raise `ShareError` unless the driver shares memory."""
+    if not isinstance(driver, SupportsSharing):
+        raise ShareError(
+            f"{asked} on the {driver.name} driver", rule="it shares no memory with other processes"
+        )
+
+
+def _properties(descriptor: Descriptor, place: Location) -> AllocationProperties:
+    return AllocationProperties(place, frozenset({descriptor.kind}), descriptor.compressible, descriptor.rdma)
+
+
+def _checked_place(driver: Any, handle: int, chunk: SharedChunk, descriptor: Descriptor) -> Location:
+    """Return the location that holds a chunk, by the driver's word; raises `DescriptorError` if the exporter lied.
+
+    Devices are numbered by each process for itself (CUDA_VISIBLE_DEVICES), so there the driver's number is taken.
+    """
+    found: Location = driver.properties_of(handle).location
+    said = chunk.location
+    if found.kind is not said.kind or (found.kind is LocationKind.HOST_NUMA and found != said):
+        raise DescriptorError(
+            f"a chunk of shared memory on {said}", rule=f"the driver says that it is on {found}"
+        )
+    granule = driver.granularity(_properties(descriptor, found)).minimum
+    if chunk.size % granule:
+        raise DescriptorError(
+            f"a chunk of {chunk.size} bytes",
+            rule=f"on {found} chunks are multiples of {format_size(granule)}",
+        )
+    return found
+
+
+def _map_whole(driver: Any, address: int, size: int, handle: int) -> None:
+    try:
+        driver.map(address, size, handle)
+    except DriverError as error:
+        if error.code != CudaResult.NOT_SUPPORTED:
+            raise
+        raise DescriptorError(
+            f"a chunk of {format_size(size)}", rule="the memory behind its handle has another size"
+        ) from error
