@@ -55,6 +55,14 @@ if TYPE_CHECKING:
     from remap.locations import Device as Device
     from remap.locations import device as device
     from remap.locations import devices as devices
+    from remap.sharing.exchange import MpiExchange as MpiExchange
+    from remap.sharing.exchange import ProcessExchange as ProcessExchange
+    from remap.sharing.exchange import SingleExchange as SingleExchange
+    from remap.sharing.exchange import TorchExchange as TorchExchange
+    from remap.sharing.export import export as export
+    from remap.sharing.importing import ImportedBuffer as ImportedBuffer
+    from remap.sharing.importing import open as open
+    from remap.sharing.leases import Exported as Exported
     from remap.sizes import GiB as GiB
     from remap.sizes import KiB as KiB
     from remap.sizes import MiB as MiB
@@ -106,6 +114,10 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "handles": ("Mapping", "PhysicalAllocation", "Reservation", "create", "reserve"),
     "buffers.base": ("Buffer", "allocate"),
     "kernels": ("Image", "Kernel", "Module", "Pointer", "compile", "load", "source"),
+    "sharing.exchange": ("MpiExchange", "ProcessExchange", "SingleExchange", "TorchExchange"),
+    "sharing.export": ("export",),
+    "sharing.importing": ("ImportedBuffer", "open"),
+    "sharing.leases": ("Exported",),
 }
 _NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in names}
 _NAMES["driver"] = ("drivers", "current")

@@ -47,6 +47,8 @@ class Range(Resource):
     # A token for each array that another library holds. Adding and dropping one is atomic, so a finaliser can do it on
     # any thread without a lock.
     _exports: set[int] | None = None
+    # What tells this memory from all other in whatever process has it; made when it is shared for the first time.
+    _identity: bytes = b""
     # Those of them through which the CPU looks: it would crash where a device array merely has to wait for `resume`.
     _views: set[int] | None = None
     # Copies still on their way into the memory (an ordered resume): `join(queue)` lets a stream wait for them.
