@@ -38,7 +38,6 @@ def test_memory_is_back_after_close(stage: Stage, times: int) -> None:
 
 def test_options_never_persist(stage: Stage) -> None:
     """What one call was told changes nothing of the next one (trap 6)."""
-    del stage
     with remap.allocate(SIZE, resident=0, access="r", alignment=GiB, poison=False) as first:
         assert first.access == {first.resident[0]: remap.Access.READ}
         with pytest.raises(remap.AccessError):
@@ -46,8 +45,15 @@ def test_options_never_persist(stage: Stage) -> None:
     with remap.Stream() as stream, remap.allocate(SIZE, resident=0) as second:
         assert second.access == {second.resident[0]: remap.Access.READ_WRITE}
         second.fill(2, stream=stream)
+        stream.synchronize()
         second.fill(3, offset=MiB, size=MiB)
-        second.fill(4)  # the whole buffer again, and waited for
+        mark = stage.mark()
+        second.fill(4)
+        (filled,) = [call for call in stage.since(mark) if call.name == "fill"]
+        address, _, _, count, queue = filled.arguments
+        assert (address, count) == (second.address, second.size), "the offset of the call before was kept"
+        assert queue != stream.handle, "the stream of the first call was kept"
+        assert "synchronize_stream" in stage.names_since(mark), "not waiting was kept"
         assert (second.to_host() == 4).all()
 
 
