@@ -5,7 +5,7 @@ from __future__ import annotations
 from .support import run_child
 
 PRELUDE = """
-import sys
+import inspect, sys
 from remap.drivers.host import HostDriver
 from remap.errors import ContextLostError, DriverError, IllegalAddressError
 from remap.types import *
@@ -108,7 +108,9 @@ for each in (driver, fresh):
     for name in dir(type(each)):
         if name.startswith("_") or name in {"name", "lock", "version", "shutdown", "after_fork"}:
             continue
-        error = error_of(getattr(each, name), *arguments.get(name, ()))
+        call = getattr(each, name)
+        required = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
+        error = error_of(call, *arguments.get(name, (1,) * len(required)))
         assert isinstance(error, IllegalAddressError), (name, error)
         calls += 1
 driver.shutdown()

@@ -6,6 +6,7 @@ unless its docstring says so. Calls act in the calling thread's current context.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -124,7 +125,10 @@ class SupportsHostFunctions(Protocol):
     """A driver that calls a Python function in the order of a stream."""
 
     def launch_host_function(self, stream: int, function: Callable[[], None]) -> None:
-        """Queue a call; it must not call the driver. The driver keeps it alive until then. (cuLaunchHostFunc)"""
+        """Queue a call; it must not call the driver. The driver keeps it alive until then. (cuLaunchHostFunc)
+
+        In a graph it is called at each launch of the graph. What it raises goes to `threading.excepthook`.
+        """
         ...
 
 
@@ -143,3 +147,12 @@ class SupportsSharedEvents(Protocol):
     def import_event(self, shareable: bytes) -> int:
         """Open another process's event. (cuIpcOpenEventHandle)"""
         ...
+
+
+def call_host_function(function: Callable[[], None]) -> None:
+    """Call a function in the order of a stream, for a driver: what it raises reaches no caller and stops nothing."""
+    try:
+        function()
+    except BaseException as error:  # noqa: BLE001 (it must not end the stream)
+        thread = threading.current_thread()
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))

@@ -7,17 +7,18 @@ import itertools
 from collections.abc import Callable
 
 from remap.drivers.cuda.bindings import cuda, failure
+from remap.drivers.powers import call_host_function
 
 _waiting: dict[int, tuple[Callable[[], None], bool]] = {}
 _tokens = itertools.count(1)
 
 
 def _called(token: int) -> None:
-    # On a thread of the driver's. What the function raises can reach nobody, so ctypes gives it to sys.unraisablehook.
+    # On a thread of the driver's.
     function, again = _waiting[token]
     if not again:
         del _waiting[token]
-    function()
+    call_host_function(function)
 
 
 # One C function for all of them: it lives as long as the process, and so cannot go while the driver may call it.

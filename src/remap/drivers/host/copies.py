@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 from remap.drivers.host import linux
+from remap.drivers.host.addresses import AddressMap
 from remap.drivers.host.contexts import Contexts
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.memory import Memory
 from remap.drivers.host.plain import PlainMemory
+from remap.drivers.host.pools import Pools
+from remap.drivers.host.reachable import ReachableMemory
 from remap.drivers.host.refusals import invalid
 from remap.drivers.host.streams import Streams
-from remap.drivers.host.work import Region
+from remap.drivers.host.work import Point, Region
 from remap.errors import DriverError
 from remap.sizes import LARGEST, format_size
 
@@ -22,18 +26,27 @@ _BLOCK = 1 << 20  # bytes of a pattern that are built up once and then copied on
 class Spans:
     """Finds the memory behind an address range and checks a device's right to it."""
 
-    def __init__(self, memory: Memory, plain: PlainMemory) -> None:
+    def __init__(self, memory: Memory, plain: PlainMemory, pools: Pools, reachable: ReachableMemory) -> None:
         self._memory = memory
         self._plain = plain
+        self._blocks = pools.blocks
+        self._reachable = reachable.regions
+        self._others: tuple[AddressMap[Any], ...] = (plain.regions, self._blocks, self._reachable)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether there is memory whose use depends on where in the order of the streams it happens."""
+        return len(self._blocks) > 0
 
     def regions(
-        self, who: int, address: int, size: int, writes: bool, strict: bool
+        self, who: int, address: int, size: int, writes: bool, strict: bool, point: Point | None
     ) -> Sequence[Region] | str:
         """Return the regions that make up a range, or the rule that would be broken by using it.
 
         One of the locations in `who` (bits) needs the right. A range may run over several neighbouring mappings; a
         plain allocation ends where it ends. `strict` is how kernels see plain memory: only their own device's, while
-        copies reach all of it. The caller holds the table lock.
+        copies reach all of it. `point` is where the work stands in the order of the streams; memory of pools may be
+        used only there where it is allocated. The caller holds the table lock.
         """
         end = address + size
         mappings = self._memory.space.mappings
@@ -41,7 +54,11 @@ class Spans:
         while address < end:
             region: Region | None = mappings.at(address)
             if region is None and not found:
-                region = self._plain.regions.at(address)
+                region = self._plain.regions.at(address) or self._reachable.at(address)
+                if region is None and (block := self._blocks.at(address)) is not None:
+                    region = block
+                    if point is not None and (rule := block.refusal(point, end)):
+                        return rule
             if region is None:
                 return f"nothing is mapped at {address:#x}"
             if region.plain and region.end < end:
@@ -58,14 +75,14 @@ class Spans:
     def touches(self, start: int, end: int) -> bool:
         """Tell whether a range has an address of ours, so that it must be checked even where host memory is meant."""
         ours = self._memory.space.reservations.overlaps(start, end)
-        return ours or self._plain.regions.overlaps(start, end)
+        return ours or any(table.overlaps(start, end) for table in self._others)
 
     def overlapping(self, start: int, end: int) -> Sequence[Region]:
         """Return everything that shares an address with a range. The caller holds the table lock."""
-        return [
-            *self._memory.space.mappings.overlapping(start, end),
-            *self._plain.regions.overlapping(start, end),
-        ]
+        found: list[Region] = [*self._memory.space.mappings.overlapping(start, end)]
+        for table in self._others:
+            found += table.overlapping(start, end)
+        return found
 
 
 class Copies:
@@ -88,8 +105,9 @@ class Copies:
         if size == 0:
             return
         with self._machine.lock:
-            target = self._end(call, device, destination, size, True, host == "destination")
-            origin = self._end(call, device, source, size, False, host == "source")
+            point = self._streams.point(stream) if self._spans.pooled else None
+            target = self._end(call, device, destination, size, True, host == "destination", point)
+            origin = self._end(call, device, source, size, False, host == "source", point)
             work = self._streams.submit(stream, "a copy", lambda: linux.copy(destination, source, size))
             for region in target:
                 region.record(work, True)
@@ -97,7 +115,14 @@ class Copies:
                 region.record(work, False)
 
     def _end(
-        self, call: str, device: int, address: int, size: int, writes: bool, host: bool
+        self,
+        call: str,
+        device: int,
+        address: int,
+        size: int,
+        writes: bool,
+        host: bool,
+        point: Point | None,
     ) -> Sequence[Region]:
         who = 1 << device
         if host:
@@ -106,7 +131,7 @@ class Copies:
             if not self._spans.touches(address, address + size):
                 return ()
             who |= self._machine.cpu
-        found = self._spans.regions(who, address, size, writes, strict=False)
+        found = self._spans.regions(who, address, size, writes, False, point)
         if isinstance(found, str):
             raise _refused(call, "write" if writes else "read", address, size, found)
         return found
@@ -128,7 +153,8 @@ class Copies:
         with self._machine.lock:
             # Two rules that CUDA has for fills alone: the stream's device counts, not the current context's, and
             # the plain memory of another device will not do.
-            found = self._spans.regions(1 << stream.device, address, size, True, strict=True)
+            point = self._streams.point(stream) if self._spans.pooled else None
+            found = self._spans.regions(1 << stream.device, address, size, True, True, point)
             if isinstance(found, str):
                 raise _refused(call, "fill", address, size, found)
             pattern = value.to_bytes(width, "little")

@@ -14,6 +14,7 @@ from typing import Any
 from remap.drivers.host import linux
 from remap.drivers.host.allocations import Allocations
 from remap.drivers.host.backing import Files
+from remap.drivers.host.callbacks import HostFunctions
 from remap.drivers.host.contexts import Contexts
 from remap.drivers.host.copies import Copies, Spans
 from remap.drivers.host.devices import Devices
@@ -21,11 +22,16 @@ from remap.drivers.host.events import Events
 from remap.drivers.host.launch import Launches
 from remap.drivers.host.machine import Machine, Peers, check_options
 from remap.drivers.host.memory import Memory
+from remap.drivers.host.optional import OptionalCalls
 from remap.drivers.host.plain import PlainMemory
+from remap.drivers.host.pools import Pools
+from remap.drivers.host.reachable import ReachableMemory
 from remap.drivers.host.refusals import invalid
 from remap.drivers.host.sharing import Sharing
 from remap.drivers.host.streams import Streams
+from remap.drivers.host.stretches import Stretches
 from remap.drivers.host.work import OpaqueWork
+from remap.drivers.protocol import LEGACY_STREAM
 from remap.errors import CudaResult, RemapError, driver_error
 from remap.sizes import MiB, Size
 from remap.types import (
@@ -47,8 +53,8 @@ from remap.types import (
 )
 
 
-class HostDriver:
-    """A driver whose devices are budgets of this machine's memory; implements the `Driver` protocol.
+class HostDriver(OptionalCalls):
+    """A driver whose devices are budgets of this machine's memory; implements `Driver` and all of `powers`.
 
     `devices` of them have `memory` bytes each (or one size for each device) and `clock_khz` for their speed. `peers`
     says who reaches whom: `"all"`, `"none"`, or a matrix. Host-located memory has a budget of its own, `host_memory`,
@@ -109,11 +115,15 @@ class HostDriver:
         self._contexts = Contexts(machine, self._devices)
         self._allocations = Allocations(machine, self._devices, files)
         self._memory = Memory(machine, self._devices, self._allocations, opaque)
-        self._plain = PlainMemory(machine, self._allocations, self._memory.space, files, opaque)
+        stretches = self._stretches = Stretches(machine, self._allocations, self._memory.space, files)
+        self._plain = PlainMemory(machine, stretches, opaque)
         self._sharing = Sharing(machine, self._devices, self._allocations, files)
         self._streams = Streams(machine, self._contexts)
         self._events = Events(machine, self._contexts, self._streams)
-        spans = Spans(self._memory, self._plain)
+        self._pools = Pools(machine, self._streams, stretches)
+        self._reachable = ReachableMemory(machine, self._streams, stretches, opaque)
+        self._host_functions = HostFunctions(machine, self._streams)
+        spans = Spans(self._memory, self._plain, self._pools, self._reachable)
         self._copies = Copies(machine, self._contexts, self._streams, spans)
         self._launches = Launches(machine, self._devices, self._contexts, self._streams, spans, opaque)
 
@@ -135,8 +145,9 @@ class HostDriver:
     def shutdown(self) -> None:
         self._streams.check_thread("shutdown")
         if self._guard.close():
+            self._events.shut_down()
             self._streams.shut_down()
-            self._plain.shut_down()
+            self._stretches.shut_down()
             self._memory.shut_down()
             self._files.close_all()
             self._machine.shut_down()
@@ -194,6 +205,7 @@ class HostDriver:
         call = "cuCtxSynchronize"
         self._guard.check(call)
         self._streams.synchronize_device(call, self._contexts.device(call))
+        self._pools.after_wait()
 
     # -- physical allocations, reservations, mappings --
 
@@ -239,23 +251,35 @@ class HostDriver:
 
     def get_access(self, address: int, location: Location) -> Access:
         self._guard.check("cuMemGetAccess")
-        if self._plain.address_range(address):
+        if self._other_range(address):
             return Access.NONE  # what CUDA answers for memory that was never granted to anybody
         return self._memory.get_access(address, location)
 
     def address_range(self, address: int) -> AddressRange:
         call = "cuMemGetAddressRange"
         self._guard.check(call)
-        found = self._memory.address_range(address) or self._plain.address_range(address)
+        found = self._memory.address_range(address) or self._other_range(address)
         if found is None:
             rule = "nothing is mapped there, or nobody has access to it"
             raise driver_error(call, CudaResult.NOT_FOUND, asked=f"address {address:#x}", rule=rule)
         return found
 
+    def _other_range(self, address: int) -> AddressRange | None:
+        return (
+            self._plain.address_range(address)
+            or self._pools.address_range(address)
+            or self._reachable.address_range(address)
+        )
+
     def pointer_info(self, address: int) -> PointerInfo:
         call = "cuPointerGetAttribute"
         self._guard.check(call)
-        found = self._memory.pointer_info(address) or self._plain.pointer_info(address)
+        found = (
+            self._memory.pointer_info(address)
+            or self._plain.pointer_info(address)
+            or self._pools.pointer_info(address)
+            or self._reachable.pointer_info(address)
+        )
         if found is None:
             raise invalid(call, f"address {address:#x}", "nothing is mapped there")
         return found
@@ -279,8 +303,14 @@ class HostDriver:
         self._contexts.device(call)
         if address == 0:  # as on CUDA
             return
-        self._streams.synchronize_device(call, self._plain.find(address).slab.device)
-        self._plain.free(address)
+        if self._pools.owns(address):  # as on CUDA, which takes pool and managed memory, too
+            self._streams.synchronize_device(call, self._pools.device_of(address))
+            self._pools.free(address, LEGACY_STREAM)
+        elif self._reachable.owns_managed(address):
+            self._reachable.free(call, address, managed=True)
+        else:
+            self._streams.synchronize_device(call, self._plain.find(address).device)
+            self._plain.free(address)
 
     def copy_to_device(self, address: int, source: int, size: int, stream: int) -> None:
         call = "cuMemcpyHtoDAsync"
@@ -324,6 +354,7 @@ class HostDriver:
     def synchronize_stream(self, stream: int) -> None:
         self._guard.check("cuStreamSynchronize")
         self._streams.synchronize(stream)
+        self._pools.after_wait()
 
     def stream_done(self, stream: int) -> bool:
         self._guard.check("cuStreamQuery")
@@ -354,6 +385,7 @@ class HostDriver:
     def synchronize_event(self, event: int) -> None:
         self._guard.check("cuEventSynchronize")
         self._events.synchronize(event)
+        self._pools.after_wait()
 
     def event_done(self, event: int) -> bool:
         self._guard.check("cuEventQuery")

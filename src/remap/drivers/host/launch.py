@@ -12,7 +12,7 @@ from remap.drivers.host.guard import lose_context
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.refusals import invalid
 from remap.drivers.host.streams import Stream, Streams, failed
-from remap.drivers.host.work import OpaqueWork, Work
+from remap.drivers.host.work import OpaqueWork, Point, Work
 from remap.errors import ContextLostError, CudaResult, IllegalAddressError, driver_error
 from remap.sizes import format_size
 from remap.types import LaunchConfig, PackedArguments, Touched
@@ -25,7 +25,17 @@ class Launch:
     kept longer may show other memory, or none.
     """
 
-    __slots__ = ("_arguments", "_config", "_device", "_launches", "_name", "_over", "work")
+    __slots__ = (
+        "_arguments",
+        "_config",
+        "_device",
+        "_launches",
+        "_name",
+        "_over",
+        "host_ranges",
+        "point",
+        "work",
+    )
 
     def __init__(
         self, launches: Launches, name: str, device: int, config: LaunchConfig, arguments: tuple[object, ...]
@@ -37,6 +47,9 @@ class Launch:
         self._arguments = arguments
         self._over = False
         self.work: Work | None = None
+        self.point: Point | None = None
+        # Host memory that the launch was given where devices reach all of it (the capability "hmm").
+        self.host_ranges: list[Touched] = []
 
     @property
     def device(self) -> int:
@@ -107,6 +120,7 @@ class Launches:
         self._streams = streams
         self._spans = spans
         self._opaque = opaque
+        self._hmm = bool(devices.capabilities_of_all["hmm"])
 
     def launch(
         self,
@@ -142,12 +156,15 @@ class Launches:
         # The worker cannot begin before its work is known: `use` takes the lock that the caller holds.
         tick = self._machine.tick + 1
         kind = f"kernel {launch._name}"
+        launch.point = self._streams.point(stream)
         work = launch.work = self._streams.submit(stream, kind, lambda: launch.run(function), tick=tick)
         self._machine.tick = tick
         if touches is None:
             self._opaque.record(work)
             return
         for touched in touches:
+            if self._hmm and not self._spans.touches(touched.address, touched.address + touched.size):
+                launch.host_ranges.append(touched)
             for region in self._spans.overlapping(touched.address, touched.address + touched.size):
                 region.record(work, touched.writes)
 
@@ -158,9 +175,14 @@ class Launches:
         from under a view.
         """
         with self._machine.lock:
-            found = self._spans.regions(1 << launch.device, address, size, writes, strict=True)
+            found = self._spans.regions(1 << launch.device, address, size, writes, True, launch.point)
             if isinstance(found, str):
-                return found
+                given = any(
+                    one.address <= address and address + size <= one.address + one.size
+                    for one in launch.host_ranges
+                    if one.writes or not writes
+                )
+                return "" if given else found
             if launch.work is not None:
                 for region in found:
                     region.record(launch.work, writes)

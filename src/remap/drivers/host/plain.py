@@ -7,15 +7,11 @@ that takes a peer-enable call, which remap never makes. Copies between the plain
 
 from __future__ import annotations
 
-from remap.drivers.host import linux
 from remap.drivers.host.addresses import AddressMap
-from remap.drivers.host.allocations import Allocations
-from remap.drivers.host.backing import Extent, Files, give_pages
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.refusals import in_use, invalid, system_error
-from remap.drivers.host.space import AddressSpace, Reservation
+from remap.drivers.host.refusals import in_use, invalid
+from remap.drivers.host.stretches import Stretch, Stretches
 from remap.drivers.host.work import OpaqueWork, Region
-from remap.errors import DriverError
 from remap.sizes import round_up
 from remap.types import AddressRange, Location, LocationKind, PointerInfo
 
@@ -25,70 +21,25 @@ _ALIGNMENT = 256
 class PlainRegion(Region):
     """One plain allocation."""
 
-    __slots__ = ("device", "size", "slab")
+    __slots__ = ("device", "slab")
 
     plain = True
 
-    def __init__(self, base: int, size: int, identity: int, born: int, slab: _Slab) -> None:
+    def __init__(self, base: int, size: int, identity: int, born: int, slab: Stretch) -> None:
         super().__init__(base, size, identity, born)
         self.slab = slab
-        self.readers = self.writers = 1 << slab.device
-
-
-class _Slab:
-    """A stretch of a device's arena, mapped for good, with its free pieces in order."""
-
-    __slots__ = ("base", "device", "extent", "free", "reservation", "size")
-
-    def __init__(self, device: int, reservation: Reservation, extent: Extent) -> None:
-        self.device = device
-        self.reservation = reservation
-        self.extent = extent
-        self.base = reservation.base
-        self.size = reservation.end - reservation.base
-        self.free: list[tuple[int, int]] = [(self.base, self.base + self.size)]
-
-    @property
-    def empty(self) -> bool:
-        return self.free == [(self.base, self.base + self.size)]
-
-    def take(self, size: int) -> int:
-        """Return the address of a free piece, 0 where none is large enough."""
-        for index, (start, end) in enumerate(self.free):
-            if end - start >= size:
-                self.free[index : index + 1] = [(start + size, end)] if end - start > size else []
-                return start
-        return 0
-
-    def give(self, start: int, size: int) -> None:
-        """Take a piece back, and join it with its free neighbours."""
-        pieces = sorted([*self.free, (start, start + size)])
-        joined = [pieces[0]]
-        for piece in pieces[1:]:
-            if piece[0] == joined[-1][1]:
-                joined[-1] = (joined[-1][0], piece[1])
-            else:
-                joined.append(piece)
-        self.free = joined
+        self.device = slab.location.index
+        self.readers = self.writers = 1 << self.device
 
 
 class PlainMemory:
     """The plain allocations of all devices."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        allocations: Allocations,
-        space: AddressSpace,
-        files: Files,
-        opaque: OpaqueWork,
-    ) -> None:
+    def __init__(self, machine: Machine, stretches: Stretches, opaque: OpaqueWork) -> None:
         self._machine = machine
-        self._allocations = allocations
-        self._space = space
-        self._files = files
+        self._stretches = stretches
         self._opaque = opaque
-        self._slabs: list[list[_Slab]] = [[] for _ in range(machine.options.devices)]
+        self._slabs: list[list[Stretch]] = [[] for _ in range(machine.options.devices)]
         self.regions: AddressMap[PlainRegion] = AddressMap()
 
     def allocate(self, device: int, size: int) -> int:
@@ -103,35 +54,15 @@ class PlainMemory:
                 if base:
                     break
             else:
-                slab = self._new_slab(call, device, round_up(rounded, self._machine.options.granularity))
+                location = Location(LocationKind.DEVICE, device)
+                slab = self._stretches.map(
+                    call, location, round_up(rounded, self._machine.options.granularity)
+                )
+                self._slabs[device].append(slab)
                 base = slab.take(rounded)
             identity = next(self._machine.handles)
             self.regions.insert(PlainRegion(base, size, identity, self._machine.tick, slab))
         return base
-
-    def _new_slab(self, call: str, device: int, size: int) -> _Slab:
-        location = Location(LocationKind.DEVICE, device)
-        budget = self._machine.budget(location)
-        space = self._space
-        self._allocations.take(call, location, size)
-        try:
-            extent = self._files.arena(location).allocate(size)
-            reservation = space.reserve(size, 0, 0, call=call, listed=False)
-        except OSError as error:
-            budget.give(size)
-            raise system_error(call, error) from error
-        except DriverError:
-            budget.give(size)
-            raise
-        try:
-            linux.place(reservation.base, size, extent, linux.PROT_READ_WRITE)
-        except OSError as error:
-            space.free(reservation, listed=False)
-            budget.give(size)
-            raise system_error(call, error) from error
-        slab = _Slab(device, reservation, extent)
-        self._slabs[device].append(slab)
-        return slab
 
     def find(self, address: int) -> PlainRegion:
         """Return the allocation that begins at an address, or raise INVALID_VALUE."""
@@ -155,16 +86,13 @@ class PlainMemory:
         self.regions.remove(found)
         slab.give(found.base, round_up(found.end - found.base, _ALIGNMENT))
         if slab.empty:
-            location = Location(LocationKind.DEVICE, slab.device)
-            self._slabs[slab.device].remove(slab)
-            self._space.free(slab.reservation, listed=False)
-            give_pages(slab.extent, slab.size)
-            self._machine.budget(location).give(slab.size)
+            self._slabs[found.device].remove(slab)
+            self._stretches.unmap(slab)
 
     def close_device(self, device: int) -> None:
         """Free everything on a device whose context goes away."""
         with self._machine.lock:
-            for region in [region for region in self.regions if region.slab.device == device]:
+            for region in [region for region in self.regions if region.device == device]:
                 self._remove(region)
 
     def address_range(self, address: int) -> AddressRange | None:
@@ -179,12 +107,4 @@ class PlainMemory:
             found = self.regions.at(address)
             if found is None:
                 return None
-            return PointerInfo(found.base, found.end - found.base, found.identity, found.slab.device)
-
-    def shut_down(self) -> None:
-        """Unmap everything."""
-        with self._machine.lock:
-            for slabs in self._slabs:
-                for slab in slabs:
-                    linux.give_back(slab.base, slab.size)
-                slabs.clear()
+            return PointerInfo(found.base, found.end - found.base, found.identity, found.device)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from remap.drivers.host.contexts import Contexts
 from remap.drivers.host.guard import context_lost, lose_context
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.work import Clock, Work, join, learn
+from remap.drivers.host.work import Clock, Point, Work, join, learn
 from remap.drivers.protocol import DEFAULT_STREAM, LEGACY_STREAM, PER_THREAD_STREAM
 from remap.errors import ContextLostError, CudaResult, driver_error
 
@@ -212,16 +212,8 @@ class Streams:
         tick: int = 0,
     ) -> Work:
         """Queue work under the rules of the default streams. The caller holds the table lock."""
-        legacy = self._legacy[stream.device]
-        before: tuple[Stream, ...] = ()
-        if stream is legacy:
-            before = tuple(
-                other for other in self.all_of(stream.device) if other.blocking and other is not legacy
-            )
-        elif stream.blocking:
-            before = (legacy,)
         pending = list(needs)
-        for other in before:
+        for other in self._before(stream):
             join(stream.clock, other.now())
             if not other.idle:
                 pending.append((other, other.submitted))
@@ -233,6 +225,22 @@ class Streams:
                 "cuStreamCreate", 304, "CUDA_ERROR_OPERATING_SYSTEM", asked=kind, rule=rule
             ) from error
         return Work(stream, number, kind, tick)
+
+    def _before(self, stream: Stream) -> tuple[Stream, ...]:
+        """Return the streams of which all earlier work comes before new work of this one."""
+        legacy = self._legacy[stream.device]
+        if stream is legacy:
+            return tuple(
+                other for other in self.all_of(stream.device) if other.blocking and other is not legacy
+            )
+        return (legacy,) if stream.blocking else ()
+
+    def point(self, stream: Stream) -> Point:
+        """Return where the next work of a stream would stand. The caller holds the table lock."""
+        clock = stream.now()
+        for other in self._before(stream):
+            join(clock, other.now())
+        return Point(stream, stream.submitted + 1, clock)
 
     def wait_for(self, call: str, clock: Clock) -> None:
         """Wait until a clock is reached, and let the host know; raises the fault of a kernel, if there was one."""

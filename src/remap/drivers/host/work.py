@@ -130,3 +130,58 @@ class OpaqueWork:
             ):
                 return work
         return None
+
+
+class Mark:
+    """A point in the order of a stream: what comes after the first `number` pieces of its work, and after `clock`."""
+
+    __slots__ = ("_told", "clock", "number", "stream")
+
+    def __init__(self, stream: Stream, number: int, clock: Clock, told: str) -> None:
+        self.stream = stream
+        self.number = number
+        self.clock = clock
+        self._told = told
+
+    @property
+    def settled(self) -> bool:
+        """Whether the host knows that everything before this point is done."""
+        return self.number <= self.stream.known and all(n <= s.known for s, n in self.clock.items())
+
+    def needs(self) -> list[tuple[Stream, int]]:
+        """Return the work that must be done before this point is reached."""
+        return [(self.stream, self.number), *self.clock.items()]
+
+    def join_into(self, stream: Stream) -> None:
+        """Let a stream's later work come after this point."""
+        join(stream.clock, {**self.clock, self.stream: self.number})
+
+    def __str__(self) -> str:
+        return self._told
+
+
+class Point:
+    """Where a piece of work stands in the order of all streams: its stream, its number, and what is done before it."""
+
+    __slots__ = ("clock", "number", "stream")
+
+    def __init__(self, stream: Stream, number: int, clock: Clock) -> None:
+        self.stream = stream
+        self.number = number
+        self.clock = clock
+
+    def covers(self, stream: Stream, number: int) -> bool:
+        """Tell whether a piece of another stream's work is done before this point."""
+        return self.clock.get(stream, 0) >= number
+
+    def after(self, mark: Mark) -> bool:
+        """Tell whether this work comes after a mark."""
+        if mark.stream is self.stream:
+            return self.number > mark.number
+        return mark.settled or self.covers(mark.stream, mark.number)
+
+    def before(self, mark: Mark) -> bool:
+        """Tell whether this work comes before a mark."""
+        if mark.stream is self.stream:
+            return self.number <= mark.number
+        return mark.clock.get(self.stream, 0) >= self.number

@@ -1,0 +1,127 @@
+"""The optional powers of the host driver, each call given to the part that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from remap.drivers.host.callbacks import HostFunctions
+from remap.drivers.host.devices import Devices
+from remap.drivers.host.events import Events
+from remap.drivers.host.guard import Guard
+from remap.drivers.host.pools import Pools
+from remap.drivers.host.reachable import ReachableMemory
+from remap.drivers.powers import ManagedAdvice, PoolFigures
+from remap.types import Location
+
+
+class OptionalCalls:
+    """The calls of `drivers.powers`: pinned, pool and managed memory, host functions, shared events."""
+
+    _guard: Guard
+    _devices: Devices
+    _events: Events
+    _pools: Pools
+    _reachable: ReachableMemory
+    _host_functions: HostFunctions
+
+    # -- pinned host memory --
+
+    def allocate_pinned(self, size: int) -> int:
+        call = "cuMemHostAlloc"
+        self._guard.check(call)
+        return self._reachable.allocate(call, size)
+
+    def free_pinned(self, address: int) -> None:
+        call = "cuMemFreeHost"
+        self._guard.check(call)
+        self._reachable.free(call, address)
+
+    def register_pinned(self, address: int, size: int) -> None:
+        self._guard.check("cuMemHostRegister")
+        self._reachable.register(address, size)
+
+    def unregister_pinned(self, address: int) -> None:
+        self._guard.check("cuMemHostUnregister")
+        self._reachable.unregister(address)
+
+    def device_pointer(self, address: int) -> int:
+        self._guard.check("cuMemHostGetDevicePointer")
+        return self._reachable.device_pointer(address)
+
+    # -- pools --
+
+    def pool_allocate(self, size: int, stream: int) -> int:
+        call = "cuMemAllocAsync"
+        self._guard.check(call)
+        self._devices.require(call, "memory_pools")
+        return self._pools.allocate(size, stream)
+
+    def pool_free(self, address: int, stream: int) -> None:
+        self._guard.check("cuMemFreeAsync")
+        self._pools.free(address, stream)
+
+    def pool_figures(self, device: int) -> PoolFigures:
+        self._check_pool("cuMemPoolGetAttribute", device)
+        return self._pools.figures(device)
+
+    def pool_reset_high(self, device: int) -> None:
+        self._check_pool("cuMemPoolSetAttribute", device)
+        self._pools.reset_high(device)
+
+    def pool_trim(self, device: int, keep: int) -> None:
+        self._check_pool("cuMemPoolTrimTo", device)
+        self._pools.trim(device, keep)
+
+    def pool_retain(self, device: int, size: int) -> None:
+        self._check_pool("cuMemPoolSetAttribute", device)
+        self._pools.retain(device, size)
+
+    def _check_pool(self, call: str, device: int) -> None:
+        self._guard.check(call)
+        self._devices.check(call, device)
+        self._devices.require(call, "memory_pools")
+
+    # -- managed memory --
+
+    def allocate_managed(self, size: int) -> int:
+        call = "cuMemAllocManaged"
+        self._guard.check(call)
+        self._devices.require(call, "managed_memory")
+        return self._reachable.allocate(call, size, managed=True)
+
+    def free_managed(self, address: int) -> None:
+        call = "cuMemFree"
+        self._guard.check(call)
+        self._reachable.free(call, address, managed=True)
+
+    def prefetch(self, address: int, size: int, location: Location, stream: int) -> None:
+        self._guard.check("cuMemPrefetchAsync")
+        self._reachable.prefetch(address, size, location, stream)
+
+    def advise_managed(
+        self, address: int, size: int, advice: ManagedAdvice, location: Location, on: bool
+    ) -> None:
+        self._guard.check("cuMemAdvise")
+        self._reachable.advise(address, size, advice, location, on)
+
+    def prefetched_to(self, address: int, size: int) -> Location | None:
+        self._guard.check("cuMemRangeGetAttribute")
+        return self._reachable.prefetched_to(address, size)
+
+    # -- host functions and shared events --
+
+    def launch_host_function(self, stream: int, function: Callable[[], None]) -> None:
+        self._guard.check("cuLaunchHostFunc")
+        self._host_functions.launch(stream, function)
+
+    def create_shared_event(self) -> int:
+        self._guard.check("cuEventCreate")
+        return self._events.create_shared()
+
+    def export_event(self, event: int) -> bytes:
+        self._guard.check("cuIpcGetEventHandle")
+        return self._events.export(event)
+
+    def import_event(self, shareable: bytes) -> int:
+        self._guard.check("cuIpcOpenEventHandle")
+        return self._events.open_handle(shareable)
