@@ -1,0 +1,203 @@
+"""Copies of a move: queued on streams of their own, counted, and waited for before anything else happens to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self
+
+from remap.errors import RemapError
+from remap.lifetime import Step, undo
+from remap.locations import Device
+from remap.residency.hostpool import Extent
+from remap.residency.results import Progress
+from remap.types import Access
+
+
+class Flow:
+    """Copies on a few streams of each device, for the time of a `with` block.
+
+    `finish()` waits for them. Leaving the block destroys the streams; if the block fails, it waits for what was queued
+    first, so that memory can be taken away after it. `lanes` is how many streams a device gets: with one, copies
+    arrive in the order in which they were queued.
+    """
+
+    def __init__(self, driver: Any, total: int, progress: Progress | None, lanes: int = 2) -> None:
+        self._driver = driver
+        self._progress = progress
+        self._count = lanes
+        self._lanes: dict[int, list[int]] = {}
+        self._devices: dict[int, Device] = {}
+        self._marks: deque[tuple[Device, int, int]] = deque()
+        self._later: list[Step] = []
+        self._turn = 0
+        self.total = total
+        self.done = 0
+
+    def lane(self, at: Device) -> int:
+        """Return the stream that the next chunk of a device goes over."""
+        found = self._lanes.get(at.index)
+        if found is None:
+            found = self._lanes[at.index] = []
+            self._devices[at.index] = at
+            with at.current():
+                for _ in range(self._count):
+                    found.append(self._driver.create_stream(True, 0))
+        self._turn += 1
+        return found[self._turn % self._count]
+
+    @property
+    def lanes(self) -> list[tuple[Device, int]]:
+        """Every stream so far, with its device."""
+        return [(self._devices[index], lane) for index, lanes in self._lanes.items() for lane in lanes]
+
+    def out(self, at: Device, address: int, size: int, extent: Extent, offset: int) -> None:
+        """Queue a copy from memory that a device reads to a part of an extent."""
+        lane, copy = self.lane(at), self._driver.copy_to_host
+        with at.current():
+            for host, length in extent.pieces(offset, size):
+                copy(host, address, length, lane)
+                address += length
+                self._count_later(at, lane, length)
+
+    def into(self, at: Device, address: int, size: int, extent: Extent, offset: int) -> int:
+        """Queue a copy from a part of an extent to memory that a device writes; return the stream."""
+        lane, copy = self.lane(at), self._driver.copy_to_device
+        with at.current():
+            for host, length in extent.pieces(offset, size):
+                copy(address, host, length, lane)
+                address += length
+                self._count_later(at, lane, length)
+        return lane
+
+    def across(self, at: Device, target: int, source: int, size: int) -> None:
+        """Queue a copy between two addresses that a device reaches."""
+        lane = self.lane(at)
+        with at.current():
+            self._driver.copy(target, source, size, lane)
+            self._count_later(at, lane, size)
+
+    def fill(self, at: Device, address: int, size: int, value: int) -> int:
+        """Queue a fill of memory that a device writes; return the stream."""
+        lane = self.lane(at)
+        with at.current():
+            self._driver.fill(address, value, 1, size, lane)
+        return lane
+
+    def afterwards(self, call: Callable[..., Any], /, *arguments: Any) -> None:
+        """Make a call when the copies are done, whether the block succeeds or not."""
+        self._later.append((call, arguments))
+
+    def finish(self) -> None:
+        """Wait for all copies, and for what was to follow them."""
+        while self._marks:
+            at, event, _ = self._marks[0]
+            with at.current():
+                self._driver.synchronize_event(event)
+            self._report()
+        for at, lane in self.lanes:
+            with at.current():
+                self._driver.synchronize_stream(lane)
+        while self._later:
+            call, arguments = self._later.pop()
+            call(*arguments)
+
+    def report(self, size: int) -> None:
+        """Count bytes that are done."""
+        self.done += size
+        if self._progress is not None and size:
+            self._progress(self.done, self.total)
+
+    def give_away(self) -> list[tuple[Device, int]]:
+        """Return the streams with what is queued on them: whoever takes them waits for it, and destroys them."""
+        if self._later:
+            self.finish()
+        lanes = self.lanes
+        self._lanes.clear()
+        return lanes
+
+    def close(self) -> None:
+        """Destroy the streams, whose work is done."""
+        while self._marks:
+            at, event, _ = self._marks.popleft()
+            with at.current():
+                self._driver.destroy_event(event)
+        while self._lanes:
+            index, lanes = self._lanes.popitem()
+            with self._devices[index].current():
+                for lane in lanes:
+                    self._driver.destroy_stream(lane)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Destroy the streams; after a failure, wait for their work first."""
+        if error is None:
+            self.close()
+            return
+        for at, lane in self.lanes:
+            undo(error, _in_context, at, self._driver.synchronize_stream, lane)
+        while self._later:
+            call, arguments = self._later.pop()
+            undo(error, call, *arguments)
+        undo(error, self.close)
+
+    def _count_later(self, at: Device, lane: int, size: int) -> None:
+        """Count the copy just queued when it is done; at once where nobody asks, as no event is then needed."""
+        if self._progress is None:
+            self.done += size
+            return
+        event = self._driver.create_event()
+        self._marks.append((at, event, size))
+        self._driver.record_event(event, lane)
+        while self._marks and self._driver.event_done(self._marks[0][1]):
+            self._report()
+
+    def _report(self) -> None:
+        at, event, size = self._marks.popleft()
+        with at.current():
+            self._driver.destroy_event(event)
+        self.report(size)
+
+
+class Window:
+    """A second, temporary mapping of memory that one device may read and write."""
+
+    def __init__(self, driver: Any, size: int) -> None:
+        self._driver = driver
+        self._size = size
+        self.address: int = driver.reserve(size)
+
+    def show(self, handle: int, offset: int, size: int, at: Device) -> int:
+        """Map a whole allocation, give the device its rights, and return the address."""
+        address = self.address + offset
+        self._driver.map(address, size, handle)
+        self._driver.set_access(address, size, ((at.location, Access.READ_WRITE),))
+        return address
+
+    def close(self) -> None:
+        """Unmap everything and free the addresses; the memory is of others."""
+        self._driver.unmap(self.address, self._size)
+        self._driver.free_range(self.address, self._size)
+
+
+def window_on(driver: Any, address: int, size: int, at: Device) -> Window:
+    """Return a window on the allocation that is mapped at an address, for a device that has no right there."""
+    window = Window(driver, size)
+    try:
+        handle = driver.retain(address)
+        try:
+            window.show(handle, 0, size, at)
+        finally:
+            driver.release(handle)
+    except RemapError as error:
+        undo(error, window.close)
+        raise
+    return window
+
+
+def _in_context(at: Device, call: Callable[..., Any], handle: int) -> None:
+    with at.current():
+        call(handle)

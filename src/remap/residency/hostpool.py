@@ -1,0 +1,456 @@
+"""The host memory that backups live in: one pool per process, page-locked, near the device, and given back on time.
+
+Fresh host memory is slow: its pages are touched at about a tenth of the link's speed, and then have to be locked. So
+there is a choice that cannot be had both ways. Memory that is given back at each resume costs the touching again at
+the next pause (the default); memory that is kept, with `resume(keep_host=True)` or `host_pool(prepare=)`, makes every
+pause run at the speed of the link.
+
+The pool is one long range of addresses for each NUMA node, in slabs of 32 MiB that are touched, locked and given back
+as a whole, several at a time in background threads. An extent is a piece of the range, so that a backup is contiguous.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from remap import drivers, lifetime
+from remap.drivers.powers import SupportsPinned
+from remap.errors import CudaResult, InvalidValueError, OutOfMemoryError, RemapError, driver_error
+from remap.locations import Device, device
+from remap.residency import pages
+from remap.sizes import MiB, Size, TiB, format_size, parse_size, round_up
+
+SLAB = 32 * MiB
+_ALIGNMENT = 2 * MiB
+_LONGEST, _SHORTEST = 16 * TiB, 1024 * MiB
+_WORKERS = min(16, os.cpu_count() or 1)
+
+_Job: TypeAlias = "Future[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPoolFigures:
+    """What the pool holds, in bytes.
+
+    `held` is all memory taken from the machine: `used` by backups and staging, and `ready` for the next. `leaving`
+    is being given back in the background, and not counted in `held`. `pinned` of `held` is page-locked. `peak` is
+    the most that was ever held. `notes` say what could not be had: page-locking, for one.
+    """
+
+    held: int
+    used: int
+    ready: int
+    leaving: int
+    pinned: int
+    peak: int
+    limit: int | None
+    prepared: int
+    notes: tuple[str, ...]
+
+
+class HostPool:
+    """Host memory for backups. Made by `remap.host_pool`, one for each process."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._arenas: dict[int, _Arena] = {}
+        self._limit: int | None = None
+        self._prepared = 0
+        self._held = self._leaving = self._peak = self._used = 0
+        self._notes: dict[str, None] = {}
+
+    @property
+    def limit(self) -> int | None:
+        """The most bytes that may be held; None leaves it to what the machine can give."""
+        return self._limit
+
+    def statistics(self) -> HostPoolFigures:
+        """Return the figures of this moment."""
+        with self._lock:
+            held = [slab for arena in self._arenas.values() for slab in arena.slabs if slab.held]
+            ready = sum(SLAB for slab in held if not slab.users)
+            pinned = sum(SLAB for slab in held if slab.pinned)
+            return HostPoolFigures(
+                self._held, self._used, ready, self._leaving, pinned, self._peak, self._limit, self._prepared,
+                tuple(self._notes),
+            )  # fmt: skip
+
+    def trim(self) -> int:
+        """Give back all memory that no backup uses, what was prepared or kept included; return its bytes.
+
+        Waits until the machine has it.
+        """
+        with self._lock:
+            self._prepared = 0
+            free = [slab for slab in self._free() if slab.held]
+            for slab in free:
+                slab.kept = False
+            self._shed()
+        self.wait()
+        return len(free) * SLAB
+
+    def wait(self) -> None:
+        """Wait until everything is done that is being prepared or given back in the background."""
+        with self._lock:
+            jobs = [slab.job for arena in self._arenas.values() for slab in arena.slabs if slab.job]
+        for job in jobs:
+            _settled(job)
+
+    def configure(self, limit: Size | None, prepare: Size | None) -> None:
+        """Set what is asked for; what is None stays. Preparing goes on in the background; `wait()` waits for it."""
+        most = None if limit is None else parse_size(limit, "limit")
+        ready = None if prepare is None else parse_size(prepare, "prepare")
+        with self._lock:
+            bound = self._limit if most is None else most
+            least = self._prepared if ready is None else ready
+            if bound is not None and least > bound:
+                raise InvalidValueError(
+                    f"{format_size(least)} of host memory prepared", rule=f"the limit is {format_size(bound)}"
+                )
+            self._limit, self._prepared = bound, least
+            arena = self._arena(device()) if least else None
+            chosen: list[_Slab] = []
+            if arena is not None:
+                missing = round_up(max(least - self._held, 0), SLAB) // SLAB
+                for index in range(missing + len(arena.slabs)):
+                    slab = arena.slab(index)
+                    if not slab.held and len(chosen) < missing:
+                        chosen.append(slab)
+                self._check_room(len(chosen) * SLAB, "preparing")
+                self._commit(arena, chosen)
+            self._shed()
+
+    def take(self, sizes: Sequence[int], at: Device) -> list[Extent]:
+        """Return an extent for each size, near a device; their memory may still be on its way (`Slab.ready`).
+
+        All or none. Raises `OutOfMemoryError` beyond the limit, or where the machine has no more to give.
+        """
+        with self._lock:
+            arena = self._arena(at)
+            extents: list[Extent] = []
+            try:
+                for size in sizes:
+                    extent = arena.place(size, self)
+                    extents.append(extent)
+                    for slab in extent.slabs:
+                        slab.users += 1
+                needed = {slab.address: slab for extent in extents for slab in extent.slabs if not slab.held}
+                self._check_room(len(needed) * SLAB, f"a backup of {format_size(sum(sizes))}")
+            except BaseException:
+                for extent in extents:
+                    arena.free(extent)
+                    for slab in extent.slabs:
+                        slab.users -= 1
+                raise
+            self._used += sum(extent.size for extent in extents)
+            self._commit(arena, [needed[address] for address in sorted(needed)])
+        return extents
+
+    def give(self, extent: Extent, keep: bool) -> None:
+        """Take an extent back; its slabs go back to the machine in the background, unless they are to be kept."""
+        with self._lock:
+            extent.arena.free(extent)
+            self._used -= extent.size
+            for slab in extent.slabs:
+                slab.users -= 1
+                slab.kept = keep
+            self._shed()
+
+    def close(self) -> None:
+        """Give everything back, and wait for it; nothing uses the pool any more."""
+        self.trim()
+        with self._lock:
+            for arena in self._arenas.values():
+                pages.give_back(arena.reserved, arena.length)
+            self._arenas.clear()
+
+    # -- under the lock --
+
+    def _arena(self, at: Device) -> _Arena:
+        node = at.properties.numa_node
+        found = self._arenas.get(-1 if node is None else node)
+        if found is None:
+            node = -1 if node is None else node
+            found = self._arenas[node] = _Arena(node, at)
+        return found
+
+    def _free(self) -> Iterator[_Slab]:
+        return (slab for arena in self._arenas.values() for slab in arena.slabs if not slab.users)
+
+    def _check_room(self, more: int, asked: str) -> None:
+        """Raise unless `more` bytes may be held; memory that only waits for use elsewhere makes room first."""
+        if not more:
+            return
+        rule = ""
+        if self._limit is not None and self._held + more > self._limit:
+            busy = sum(SLAB for a in self._arenas.values() for slab in a.slabs if slab.users and slab.held)
+            if busy + more <= self._limit:
+                self._release(
+                    [s for s in self._free() if s.held][-(-(self._held + more - self._limit) // SLAB) :]
+                )
+                return
+            rule = f"the pool's limit is {format_size(self._limit)}, of which {format_size(busy)} are in use"
+        elif more > (left := pages.available()):
+            rule = f"the machine has {format_size(left)} left"
+        if rule:
+            raise driver_error(
+                "mmap",
+                CudaResult.OUT_OF_MEMORY,
+                asked=f"{format_size(more)} of host memory for {asked}",
+                rule=rule,
+                next_step='Raise the limit with remap.host_pool(limit=), or pause with keep="disk" or keep=None',
+            )
+
+    def _commit(self, arena: _Arena, slabs: list[_Slab]) -> None:
+        jobs: list[tuple[_Slab, Callable[[], None]]] = []
+        for slab in slabs:
+            slab.held, slab.kept = True, False
+            self._held += SLAB
+            before = slab.job
+            if before is not None and slab.leaving and before.cancel():
+                slab.leaving, slab.job = False, None  # it had not gone yet
+                self._leaving -= SLAB
+                continue
+            jobs.append((slab, lambda slab=slab, before=before: self._fill(arena, slab, before)))  # type: ignore[misc]
+        self._peak = max(self._peak, self._held)
+        _start(jobs, _WORKERS)
+
+    def _shed(self) -> None:
+        """Give back what is free, not kept, and beyond what is to be prepared: the highest addresses first."""
+        free = [slab for slab in self._free() if slab.held and not slab.kept]
+        spare = max(self._held - round_up(self._prepared, SLAB), 0) // SLAB
+        if spare and free:
+            self._release(free[-spare:])
+
+    def _release(self, slabs: list[_Slab]) -> None:
+        jobs: list[tuple[_Slab, Callable[[], None]]] = []
+        for slab in slabs:
+            slab.held, slab.leaving = False, True
+            self._held -= SLAB
+            self._leaving += SLAB
+            jobs.append((slab, lambda slab=slab, before=slab.job: self._drop(slab, before)))  # type: ignore[misc]
+        _start(jobs, 1)
+
+    # -- in the background --
+
+    def _fill(self, arena: _Arena, slab: _Slab, before: _Job | None) -> None:
+        if before is not None:
+            _settled(before)
+        try:
+            pages.commit(slab.address, SLAB, arena.node)
+        except OSError as error:
+            pages.discard(slab.address, SLAB)
+            with self._lock:
+                slab.held = False
+                self._held -= SLAB
+            asked = f"{format_size(SLAB)} of host memory for a backup"
+            raise driver_error("madvise", CudaResult.OUT_OF_MEMORY, asked=asked, rule=str(error)) from error
+        if isinstance(self._driver, SupportsPinned):
+            try:
+                with arena.device.current():
+                    self._driver.register_pinned(slab.address, SLAB)
+                slab.pinned = True
+            except RemapError as error:  # slower, but as right
+                self._notes[f"host memory could not be page-locked, so copies are slower: {error}"] = None
+
+    def _drop(self, slab: _Slab, before: _Job | None) -> None:
+        if before is not None:
+            _settled(before)
+        try:
+            if slab.pinned and isinstance(self._driver, SupportsPinned):
+                slab.pinned = False
+                with slab.device.current():
+                    self._driver.unregister_pinned(slab.address)
+        except RemapError as error:
+            self._notes[f"host memory could not be unlocked: {error}"] = None
+        finally:
+            pages.discard(slab.address, SLAB)
+            with self._lock:
+                slab.leaving = False
+                self._leaving -= SLAB
+
+
+class _Slab:
+    """A piece of an arena that is touched, locked and given back as a whole."""
+
+    __slots__ = ("address", "device", "held", "job", "kept", "leaving", "pinned", "users")
+
+    def __init__(self, address: int, at: Device) -> None:
+        self.address = address
+        self.device = at
+        self.users = 0
+        self.held = self.kept = self.leaving = self.pinned = False
+        self.job: _Job | None = None
+
+    def ready(self) -> None:
+        """Wait until there is memory here; raises `OutOfMemoryError` if there was none."""
+        job = self.job
+        if job is not None:
+            job.result()
+
+
+class Extent:
+    """A contiguous piece of the pool."""
+
+    __slots__ = ("address", "arena", "pool", "size", "slabs")
+
+    def __init__(self, pool: HostPool, arena: _Arena, address: int, size: int, slabs: list[_Slab]) -> None:
+        self.pool = pool
+        self.arena = arena
+        self.address = address
+        self.size = size
+        self.slabs = slabs
+
+    def pieces(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yield (address, size) of a part, cut where slabs meet, each as soon as there is memory behind it.
+
+        No piece crosses from one registration to the next, which copies may not.
+        """
+        at, end = self.address + offset, self.address + offset + size
+        first = self.slabs[0].address if self.slabs else at
+        while at < end:
+            slab = self.slabs[(at - first) // SLAB]
+            slab.ready()
+            stop = min(end, slab.address + SLAB)
+            yield at, stop - at
+            at = stop
+
+    def ready(self) -> None:
+        """Wait until there is memory behind all of it."""
+        for slab in self.slabs:
+            slab.ready()
+
+
+class _Arena:
+    """The addresses of one NUMA node: slabs from the start on, and the gaps between extents."""
+
+    def __init__(self, node: int, at: Device) -> None:
+        self.node = node
+        self.device = at
+        self.slabs: list[_Slab] = []
+        length = _LONGEST
+        while True:
+            try:
+                self.reserved = pages.reserve(length)
+                break
+            except OSError as error:  # an address-space limit (ulimit -v)
+                length //= 2
+                if length < _SHORTEST:
+                    asked = f"{format_size(2 * length)} of addresses for host memory"
+                    raise driver_error(
+                        "mmap", CudaResult.OUT_OF_MEMORY, asked=asked, rule=str(error)
+                    ) from error
+        self.length = length
+        self.base = round_up(self.reserved, SLAB)
+        self._gaps: list[tuple[int, int]] = [(self.base, self.reserved + length - SLAB)]
+
+    def slab(self, index: int) -> _Slab:
+        """Return a slab by its place; those up to it come to be."""
+        while len(self.slabs) <= index:
+            self.slabs.append(_Slab(self.base + len(self.slabs) * SLAB, self.device))
+        return self.slabs[index]
+
+    def place(self, size: int, pool: HostPool) -> Extent:
+        """Return the lowest piece that is free: what was prepared or kept is at the low addresses."""
+        if not size:
+            return Extent(pool, self, self.base, 0, [])
+        room = round_up(size, _ALIGNMENT)
+        for index, (start, end) in enumerate(self._gaps):
+            if end - start >= room:
+                self._gaps[index : index + 1] = [(start + room, end)] if end - start > room else []
+                first, last = (start - self.base) // SLAB, (start + room - 1 - self.base) // SLAB
+                return Extent(pool, self, start, size, [self.slab(at) for at in range(first, last + 1)])
+        asked = f"{format_size(size)} of addresses for host memory"
+        raise driver_error(
+            "mmap", CudaResult.OUT_OF_MEMORY, asked=asked, rule="the pool's addresses are full"
+        )
+
+    def free(self, extent: Extent) -> None:
+        """Take a piece back, and join it with the gaps beside it."""
+        if not extent.size:
+            return
+        start, end = extent.address, extent.address + round_up(extent.size, _ALIGNMENT)
+        index = next((at for at, gap in enumerate(self._gaps) if gap[0] >= end), len(self._gaps))
+        if index < len(self._gaps) and self._gaps[index][0] == end:
+            end = self._gaps.pop(index)[1]
+        if index and self._gaps[index - 1][1] == start:
+            index -= 1
+            start = self._gaps.pop(index)[0]
+        self._gaps.insert(index, (start, end))
+
+
+class _Pools:
+    """The pool of this process, for the present driver; a forked child begins with none."""
+
+    def __init__(self) -> None:
+        self.pool: HostPool | None = None
+        self.epoch = 0
+        self.lock = threading.Lock()
+
+
+_pools = _Pools()
+
+
+def current_pool(driver: Any) -> HostPool:
+    """Return the pool for a driver, a new one where there is none."""
+    with _pools.lock:
+        pool = _pools.pool
+        if pool is None or pool._driver is not driver or _pools.epoch != lifetime.epoch():
+            pool = _pools.pool = HostPool(driver)
+            _pools.epoch = lifetime.epoch()
+        return pool
+
+
+def host_pool(*, limit: Size | None = None, prepare: Size | None = None) -> HostPool:
+    """Return the pool of host memory of this process, after setting what is given.
+
+    `limit` bounds the bytes it may hold. `prepare` bytes are got ready in the background, near the fastest device
+    (touched by several threads, in large pages where the system has them, and page-locked), and kept from then on:
+    pauses that fit into them run at the speed of the link from the first one on. `prepare=0` ends that. Raises
+    `OutOfMemoryError` where the machine cannot give so much.
+    """
+    pool = current_pool(drivers.current())
+    if limit is not None or prepare is not None:
+        pool.configure(limit, prepare)
+    return pool
+
+
+def _leave(driver: Any) -> None:
+    """Give the pool back before its driver goes; nothing can use it then."""
+    with _pools.lock:
+        pool, _pools.pool = _pools.pool, None
+    if pool is not None and pool._driver is driver and _pools.epoch == lifetime.epoch():
+        pool.close()
+
+
+def _start(jobs: list[tuple[_Slab, Callable[[], None]]], workers: int) -> None:
+    """Run jobs in threads that end with the last of them; each slab knows its newest."""
+    if not jobs:
+        return
+    executor = ThreadPoolExecutor(min(workers, len(jobs)), thread_name_prefix="remap-host-memory")
+    for slab, job in jobs:
+        slab.job = executor.submit(job)
+    executor.shutdown(wait=False)
+
+
+def _settled(job: _Job) -> None:
+    """Wait for a job, however it ends."""
+    with suppress(CancelledError):
+        job.exception()
+
+
+def _renew() -> None:
+    _pools.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
+drivers.on_leave(_leave)
+
+__all__ = ["SLAB", "Extent", "HostPool", "HostPoolFigures", "OutOfMemoryError", "current_pool", "host_pool"]

@@ -1,0 +1,194 @@
+"""`migrate`: the bytes are copied to their new place first, then swapped in under the address."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from remap import drivers
+from remap.buffers.base import Buffer, runs
+from remap.buffers.placement import _check_reach, at_place
+from remap.errors import AccessError, RemapError
+from remap.handles import create_handle
+from remap.lifetime import Rollback, Step, drain
+from remap.locations import Device, LocationLike, device, location
+from remap.ranges import Chunk
+from remap.residency.flow import Flow, Window
+from remap.residency.hostpool import current_pool
+from remap.residency.results import Moved, Progress
+from remap.residency.targets import Targets, actor, announce, chosen, free_memory, growth, held, wait
+from remap.streams import After, Known
+from remap.types import Location
+
+
+def migrate(
+    buffers: Targets,
+    to: LocationLike,
+    *,
+    after: After = Known.STREAMS,
+    progress: Progress | None = None,
+    detach: bool = False,
+) -> Moved:
+    """Move the memory behind buffers to another location, a device or the host; their addresses and rights stay.
+
+    The locations that had access have it afterwards, and nobody else: a buffer that was moved to the host can be read
+    by the CPU after `buffer.set_access({remap.Host(): "rw"})`, which has to be taken back before it moves to a device.
+    A paused buffer is not copied; it will wake at the new place.
+
+    Both places hold the memory until all of it was copied. Waits as `pause` does. A failure leaves every buffer where
+    it was; one while the old memory is given back leaves them moved, and says so. Raises `OutOfMemoryError` where the
+    new place is short of memory, `AccessError` where a location that has access cannot reach it, `InUseError` as
+    `pause` does, `NotSupportedError`. Source: cuMemCreate, cuMemMap.
+    """
+    start = time.perf_counter()
+    drain()
+    driver, place = drivers.current(), location(to)
+    plans = list(chosen(buffers, None))
+    for buffer in plans:
+        buffer._check()
+        _check_rights(driver, buffer, place)
+    moves: list[_Move] = []
+    with held(plans, "migrated", detach=detach):
+        wait(plans, after, "migrated")
+        before = {**free_memory(plans), **_free_at(place)}
+        moves = [_Move(driver, buffer, place) for buffer in plans]
+        moves = [move for move in moves if move.chunks]
+        total = sum(move.size for move in moves)
+        with Rollback() as rollback:
+            with Flow(driver, total, progress) as flow:
+                for move in moves:
+                    move.copy(flow, rollback)
+                flow.finish()
+            for move in moves:
+                move.swap(rollback)
+        failure = _finish(moves)
+    announce(move.buffer for move in moves)
+    if failure is not None:
+        raise failure
+    after_it = {**free_memory(plans), **{one: device(one.index).memory() for one in before}}
+    figures = current_pool(driver).statistics()
+    return Moved(
+        buffers=len(moves),
+        bytes=total,
+        freed=total,
+        confirmed=growth(before, after_it),
+        free=after_it,
+        seconds=time.perf_counter() - start,
+        host=figures.held + figures.leaving,
+        notes=figures.notes,
+    )
+
+
+def _check_rights(driver: Any, buffer: Buffer, place: Location) -> None:
+    """Raise `AccessError` unless everyone with a right to a buffer can have it at another place."""
+    try:
+        _check_reach(driver, tuple(buffer._rights), (place,))
+    except AccessError as error:
+        step = 'Take the right away first: buffer.set_access({location: "none"})'
+        raise error.explain(f"{buffer.describe()} to be migrated: {error.asked}", next_step=step) from None
+
+
+class _Move:
+    """One buffer on its way to another place."""
+
+    def __init__(self, driver: Any, buffer: Buffer, place: Location) -> None:
+        self._driver = driver
+        self.buffer = buffer
+        self._place = place
+        self.chunks = [chunk for chunk in buffer._chunks if chunk.location != place]
+        self.size = 0 if buffer._paused else sum(chunk.size for chunk in self.chunks)
+        self._new: list[int] = []
+        self._old: list[int] = []
+        self._window: Window | None = None
+
+    def copy(self, flow: Flow, rollback: Rollback) -> None:
+        """Create memory at the new place and queue the copies to it."""
+        if not self.size:
+            return
+        driver, buffer = self._driver, self.buffer
+        properties = at_place(buffer.properties, self._place)
+        window = self._window = Window(driver, 2 * self.size)
+        rollback.undo(window.close)
+        offset = 0
+        for chunk in self.chunks:
+            with driver.lock:
+                handle = create_handle(driver, chunk.size, properties)
+                self._new.append(handle)
+                rollback.undo(driver.release, handle)
+                old = driver.retain(chunk.address)
+                self._old.append(old)
+                rollback.undo(driver.release, old)
+                at = self._copier(chunk)
+                target = window.show(handle, offset, chunk.size, at)
+                source = chunk.address
+                if actor(buffer, chunk.location, writes=False) != at:
+                    source = window.show(old, self.size + offset, chunk.size, at)
+            flow.across(at, target, source, chunk.size)
+            offset += chunk.size
+
+    def swap(self, rollback: Rollback) -> None:
+        """Put the new memory behind the addresses; `rollback` puts the old memory back."""
+        driver, buffer = self._driver, self.buffer
+        grants = tuple(buffer._rights.items())
+        handles = (
+            dict(zip(self.chunks, zip(self._new, self._old, strict=True), strict=True)) if self.size else {}
+        )
+        with driver.lock:
+            for address, size in runs(self.chunks) if self.size else ():
+                some = [chunk for chunk in self.chunks if address <= chunk.address < address + size]
+                if grants:
+                    rollback.undo(driver.set_access, address, size, grants)
+                for chunk in some:
+                    rollback.undo(driver.map, chunk.address, chunk.size, handles[chunk][1])
+                rollback.undo(driver.unmap, address, size)
+                driver.unmap(address, size)
+                for chunk in some:
+                    driver.map(chunk.address, chunk.size, handles[chunk][0])
+                if grants:
+                    driver.set_access(address, size, grants)
+            before = list(buffer._chunks), buffer.properties
+            rollback.undo(self._note, *before)
+            moved = [
+                Chunk(chunk.address, chunk.size, self._place) if chunk.location != self._place else chunk
+                for chunk in buffer._chunks
+            ]
+            self._note(moved, at_place(buffer.properties, self._place))
+
+    @property
+    def leftovers(self) -> list[Step]:
+        """The calls that give back what is not needed any more; the old memory goes with them."""
+        steps: list[Step] = [] if self._window is None else [(self._window.close, ())]
+        return steps + [(self._driver.release, (handle,)) for handle in (*self._new, *self._old)]
+
+    def _note(self, chunks: list[Chunk], properties: Any) -> None:
+        self.buffer._chunks[:] = chunks
+        self.buffer.properties = properties
+
+    def _copier(self, chunk: Chunk) -> Device:
+        """Return the device that copies: one of the two places, or another that may read the buffer."""
+        for place in (chunk.location, self._place):
+            if place.is_device:
+                return device(place.index)
+        return actor(self.buffer, chunk.location, writes=False) or device()
+
+
+def _finish(moves: list[_Move]) -> RemapError | None:
+    first: RemapError | None = None
+    for move in moves:
+        move.buffer._shared = False
+        for call, arguments in move.leftovers:
+            try:
+                call(*arguments)
+            except RemapError as error:
+                if first is None:
+                    first = error
+                    first.add_note(
+                        f"{len(moves)} buffers have moved all the same; some memory was not given back"
+                    )
+                else:
+                    first.add_note(f"and then: {error}")
+    return first
+
+
+def _free_at(place: Location) -> dict[Location, Any]:
+    return {place: device(place.index).memory()} if place.is_device else {}

@@ -1,0 +1,110 @@
+"""Pages of the host that backups are kept in: address space, memory behind it, and what the machine has left.
+
+Page faults one at a time are what makes fresh host memory slow, so memory is asked for in large pages and filled in
+by one call for each piece, which several threads can make side by side (ctypes releases the GIL).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_NONE, _READ_WRITE = 0, 3
+_PRIVATE, _ANONYMOUS, _NORESERVE = 0x02, 0x20, 0x4000
+_DONTNEED, _DONTFORK, _HUGEPAGE, _POPULATE_WRITE = 4, 10, 14, 23
+_FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
+_MPOL_PREFERRED = 1
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_EINVAL = 22
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for name, result, arguments in (
+        ("mmap", pointer, (pointer, size, number, number, number, ctypes.c_int64)),
+        ("munmap", number, (pointer, size)),
+        ("mprotect", number, (pointer, size, number)),
+        ("madvise", number, (pointer, size, number)),
+    ):
+        function = getattr(libc, name)
+        function.restype, function.argtypes = result, arguments
+    return libc
+
+
+def reserve(size: int) -> int:
+    """Reserve addresses that no forked child inherits, and return the first; raises `OSError`."""
+    got: int = _libc().mmap(0, size, _NONE, _PRIVATE | _ANONYMOUS | _NORESERVE, -1, 0)
+    if got == _FAILED:
+        raise _failure("mmap")
+    _libc().madvise(got, size, _DONTFORK)
+    return got
+
+
+def give_back(address: int, size: int) -> None:
+    """Give addresses back, with whatever is behind them."""
+    _libc().munmap(address, size)
+
+
+def commit(address: int, size: int, node: int) -> None:
+    """Put memory behind reserved addresses, on a NUMA node if there is one (0 or more) and it has room.
+
+    Raises `OSError` if the machine has none left.
+    """
+    libc = _libc()
+    if libc.mprotect(address, size, _READ_WRITE):
+        raise _failure("mprotect")
+    libc.madvise(address, size, _HUGEPAGE)  # a wish: some kernels are built without
+    if node >= 0:
+        _prefer(address, size, node)
+    if libc.madvise(address, size, _POPULATE_WRITE):
+        if ctypes.get_errno() != _EINVAL:  # EINVAL: Linux before 5.14
+            raise _failure("madvise")
+        ctypes.memset(address, 0, size)
+
+
+def discard(address: int, size: int) -> None:
+    """Give the memory behind addresses back, and keep the addresses."""
+    _libc().madvise(address, size, _DONTNEED)
+    _libc().mprotect(address, size, _NONE)
+
+
+def available() -> int:
+    """Return how many bytes the machine, or the container that this process is in, can still give."""
+    found = [int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found[0] = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        found.append(limit - int((group / "memory.current").read_text()))
+    return max(min(found), 0)
+
+
+def _prefer(address: int, size: int, node: int) -> None:
+    """Ask for pages of one node first; without the call, or the node, the kernel takes the nearest."""
+    number = _MBIND.get(platform.machine())
+    if number is not None:
+        mask = (ctypes.c_ulong * (node // 64 + 1))()
+        mask[node // 64] = 1 << node % 64
+        _libc().syscall(
+            number,
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(size),
+            _MPOL_PREFERRED,
+            mask,
+            ctypes.c_ulong(64 * len(mask) + 1),
+            0,
+        )
+
+
+def _failure(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what}: {os.strerror(code)}")

@@ -1,0 +1,285 @@
+"""`pause`: everything is copied out first, and only then is memory given back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remap import drivers
+from remap.buffers.base import Buffer
+from remap.errors import InvalidValueError, PausedError, RemapError
+from remap.lifetime import Rollback, drain
+from remap.locations import device
+from remap.residency.disk import DiskFile, backup_directory, check_space
+from remap.residency.flow import Flow, window_on
+from remap.residency.hostpool import current_pool
+from remap.residency.results import Moved, Progress
+from remap.residency.stores import Asleep, FileJobs, Keep, asleep
+from remap.residency.targets import (
+    Targets,
+    actor,
+    announce,
+    chosen,
+    free_memory,
+    growth,
+    held,
+    near,
+    wait,
+)
+from remap.streams import After, Known
+
+
+def pause(
+    buffers: Targets,
+    keep: Keep = "host",
+    *,
+    after: After = Known.STREAMS,
+    progress: Progress | None = None,
+    keep_host: bool = False,
+    directory: str | os.PathLike[str] | None = None,
+    detach: bool = False,
+) -> Moved:
+    """Give the memory of buffers back, and keep their addresses and, with `keep`, their contents.
+
+    `buffers` is a buffer, a group or its tag, several of them, or a mapping of them to what is kept of each:
+    `remap.pause({"weights": "host", "kv": None})` is one transaction. `keep` is "host" (pinned host memory, see
+    `remap.host_pool`), "disk" (a file without a name in `directory`, by default the system's for temporary files) or
+    None (the contents are given up, and undefined after `resume`). `keep_host=True` keeps the staging memory of
+    "disk" for the next time.
+
+    Waits for the work that may still use the buffers, as closing does; `after=` names a stream or an event instead, or
+    None: the caller's promise. Until it is resumed, a buffer refuses every use with `PausedError`; its arrays,
+    pointers and captured graphs stay valid for the time after that. A buffer that is paused already is left alone,
+    if it is kept in the same way.
+
+    A failure before the first memory is given back changes nothing. After it, all buffers of the call end paused with
+    their backups intact, and the error says so. Raises `InUseError` while a CPU view or another operation uses a
+    buffer, while a stream to be waited for is being captured, and for memory that is shared unless `detach=True`;
+    `OutOfMemoryError` where host memory is short, `DiskError`, `PausedError`. On a device that shares its memory with
+    the CPU, "host" would free nothing: the buffers stay mapped, and the result says so.
+    """
+    start = time.perf_counter()
+    drain()
+    driver = drivers.current()
+    pool = current_pool(driver)
+    plans = chosen(buffers, keep)
+    for buffer in plans:
+        buffer._check()
+    plans = _awake(plans)
+    notes: list[str] = []
+    with held(plans, "paused", detach=detach):
+        plans = _awake(plans)  # another thread may have come first
+        for buffer in [buffer for buffer, kept in plans.items() if kept == "host" and _shares_memory(buffer)]:
+            notes.append(
+                f"{buffer.describe()} stays mapped: its device shares memory with the CPU, nothing would be freed"
+            )
+            del plans[buffer]
+        wait(plans, after, "paused")
+        before = free_memory(plans)
+        backups: dict[Buffer, Asleep] = {}
+        with Rollback() as rollback:
+            _save(driver, plans, backups, rollback, progress, keep_host, backup_directory(directory))
+            failure = _release(driver, backups)
+    announce(plans)
+    if failure is not None:
+        raise failure
+    after_it = free_memory(plans)
+    moved = sum(_bytes(buffer) for buffer, kept in plans.items() if kept is not None)
+    figures = pool.statistics()
+    return Moved(
+        buffers=len(plans),
+        bytes=moved,
+        freed=sum(_bytes(buffer) for buffer in plans),
+        confirmed=growth(before, after_it),
+        free=after_it,
+        seconds=time.perf_counter() - start,
+        host=figures.held + figures.leaving,
+        notes=(*notes, *figures.notes),
+    )
+
+
+def backup(buffer: Buffer) -> NDArray[np.uint8]:
+    """Return the contents of a paused buffer as a NumPy array of bytes; what is written there wakes with it.
+
+    While the array or a view of it lives, the buffer refuses to resume and to close. Raises `InvalidValueError` for a
+    buffer that is not paused, or was paused with keep=None.
+    """
+    with buffer._driver.lock:
+        buffer._check()
+        if buffer._taken:
+            buffer._check_free("looked at in its backup")
+        if not buffer._paused:
+            raise InvalidValueError(
+                f"the backup of {buffer.describe()}",
+                rule="it is not paused",
+                next_step='Pause it first: remap.pause(buffer, keep="host")',
+            )
+        view = _BackupView(buffer, asleep(buffer))
+    return np.asarray(view)
+
+
+class _BackupView:
+    """Counts as an array that looks at the buffer, while anything made of it lives."""
+
+    def __init__(self, buffer: Buffer, found: Asleep) -> None:
+        size = _bytes(buffer)
+        self._buffer = buffer
+        self._file: Any = None
+        memory = found.memory(size) if size else 0
+        if not isinstance(memory, int):
+            self._file = memory  # holds the mapping of the file
+            memory = np.frombuffer(memory, np.uint8).ctypes.data
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (memory, False),
+            "shape": (size,),
+            "typestr": "|u1",
+        }
+        self._tokens = [_tokens(buffer, name) for name in ("_exports", "_views")]
+        for tokens in self._tokens:
+            tokens.add(id(self) | 1 << 63)
+
+    def __del__(self) -> None:
+        for tokens in getattr(self, "_tokens", ()):
+            tokens.discard(id(self) | 1 << 63)
+
+
+def _tokens(buffer: Buffer, name: str) -> set[int]:
+    if getattr(buffer, name) is None:
+        setattr(buffer, name, set())
+    found: set[int] = getattr(buffer, name)
+    return found
+
+
+def _save(
+    driver: Any,
+    plans: Mapping[Buffer, Keep],
+    backups: dict[Buffer, Asleep],
+    rollback: Rollback,
+    progress: Progress | None,
+    keep_host: bool,
+    directory: Any,
+) -> None:
+    """Copy everything out, into backups that `rollback` drops."""
+    pool = current_pool(driver)
+    to_host = [buffer for buffer, kept in plans.items() if kept == "host"]
+    to_disk = [buffer for buffer, kept in plans.items() if kept == "disk"]
+    for buffer in plans:
+        backups[buffer] = Asleep(plans[buffer])
+        rollback.undo(_drop_unused, buffer, backups[buffer])
+    if to_disk:
+        check_space(directory, sum(_bytes(buffer) for buffer in to_disk))
+    by_device: dict[Any, list[Buffer]] = {}
+    for buffer in to_host:
+        by_device.setdefault(near(buffer._chunks[0].location) if buffer._chunks else device(), []).append(
+            buffer
+        )
+    for at, some in by_device.items():
+        extents = pool.take([_bytes(buffer) for buffer in some], at)
+        for buffer, extent in zip(some, extents, strict=True):
+            backups[buffer].extent = extent
+    total = sum(_bytes(buffer) for buffer in (*to_host, *to_disk))
+    with Flow(driver, total, progress) as flow:
+        for buffer in to_host:
+            room, offset = backups[buffer].extent, 0
+            assert room is not None
+            for chunk in buffer._chunks:
+                at, source = _source(flow, driver, buffer, chunk)
+                flow.out(at, source, chunk.size, room, offset)
+                offset += chunk.size
+        jobs = FileJobs(driver, pool, flow, out=True)
+        for buffer in to_disk:
+            file, offset = DiskFile(directory, _bytes(buffer)), 0
+            backups[buffer].file = file
+            for chunk in buffer._chunks:
+                at, source = _source(flow, driver, buffer, chunk)
+                jobs.add(at, source, file, offset, chunk.size)
+                offset += chunk.size
+        jobs.run(keep_host)
+        flow.finish()
+
+
+def _drop_unused(buffer: Buffer, backup: Asleep) -> None:
+    if buffer._backup is not backup:  # whatever happened in between, a buffer that sleeps on it keeps it
+        backup.drop()
+
+
+def _source(flow: Flow, driver: Any, buffer: Buffer, chunk: Any) -> tuple[Any, int]:
+    """Return the device that copies a chunk out, and the address at which it reads it."""
+    at = actor(buffer, chunk.location, writes=False)
+    if at is not None:
+        return at, chunk.address
+    at = near(chunk.location)
+    window = window_on(driver, chunk.address, chunk.size, at)
+    flow.afterwards(window.close)
+    return at, window.address
+
+
+def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> RemapError | None:
+    """Give the memory back; return the error of what could not be unmapped, raise it if nothing has been yet."""
+    first: RemapError | None = None
+    begun = False
+    for buffer, backup in backups.items():
+        with driver.lock:
+            try:
+                buffer._unmap_chunks()
+            except RemapError as error:
+                if not begun and _all_mapped(driver, buffer):
+                    raise
+                backup.stale = True
+                if first is None:
+                    first = error
+                    first.add_note(
+                        f"{len(backups)} buffers are paused all the same, with their backups intact; what could not "
+                        "be unmapped is tried again when they are resumed"
+                    )
+                else:
+                    first.add_note(f"and then: {error}")
+            begun = True
+            buffer._paused = backup.told
+            buffer._backup = backup
+            buffer._shared = False
+    return first
+
+
+def _all_mapped(driver: Any, buffer: Buffer) -> bool:
+    """Tell whether all of a buffer is still mapped, after a failure in the middle of unmapping it."""
+    try:
+        for chunk in buffer._chunks:
+            driver.release(driver.retain(chunk.address))
+    except RemapError:
+        return False
+    return True
+
+
+def _awake(plans: Mapping[Buffer, Keep]) -> dict[Buffer, Keep]:
+    return {buffer: kept for buffer, kept in plans.items() if not _is_paused(buffer, kept)}
+
+
+def _is_paused(buffer: Buffer, kept: Keep) -> bool:
+    """Tell whether a buffer is paused already; raises `PausedError` if it is kept in another way."""
+    if not buffer._paused:
+        return False
+    if asleep(buffer).keep != kept:
+        raise PausedError(
+            f"pause of {buffer.describe()} with keep={kept!r}",
+            rule=f"it is paused with keep={asleep(buffer).keep!r} already",
+            next_step="Resume it first",
+        )
+    return True
+
+
+def _shares_memory(buffer: Buffer) -> bool:
+    places = buffer.resident
+    return bool(places) and all(
+        place.is_device and device(place.index).properties.integrated for place in places
+    )
+
+
+def _bytes(buffer: Buffer) -> int:
+    return sum(chunk.size for chunk in buffer._chunks)

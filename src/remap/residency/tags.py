@@ -1,0 +1,111 @@
+"""Groups: buffers by tag, so that the parts of a program sleep and wake by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from remap.buffers.base import Buffer
+from remap.errors import InvalidValueError
+from remap.lifetime import Resource, epoch, on_creation
+
+if TYPE_CHECKING:
+    from remap.locations import LocationLike
+    from remap.residency.results import Moved
+    from remap.residency.stores import Keep
+    from remap.residency.waking import Waking
+
+
+class Group:
+    """The live buffers that were made inside of `remap.group(tag)`. It keeps none of them alive.
+
+    Only what stands on mapped memory is in it; other memory can neither sleep nor move.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self._members: list[weakref.ref[Buffer]] = []
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Its open buffers, oldest first."""
+        found = [
+            one for one in (member() for member in list(self._members)) if one is not None and not one.closed
+        ]
+        return tuple(found)
+
+    @property
+    def size(self) -> int:
+        """The bytes of its buffers, asleep or not."""
+        return sum(buffer.size for buffer in self.buffers)
+
+    def pause(self, keep: Keep = "host", **options: Any) -> Moved:
+        """Pause its buffers: `remap.pause`."""
+        from remap.residency.pausing import pause
+
+        return pause(self.buffers, keep, **options)
+
+    def resume(self, *, events: bool = False, **options: Any) -> Moved | Waking:
+        """Resume its buffers: `remap.resume`."""
+        from remap.residency.resuming import resume
+
+        return resume(self.buffers, events=events, **options)
+
+    def migrate(self, location: LocationLike, **options: Any) -> Moved:
+        """Migrate its buffers: `remap.migrate`."""
+        from remap.residency.migration import migrate
+
+        return migrate(self.buffers, location, **options)
+
+    def _add(self, thing: Resource) -> None:
+        if isinstance(thing, Buffer):
+            self._members = [member for member in self._members if member() is not None]
+            self._members.append(weakref.ref(thing))
+
+    def __repr__(self) -> str:
+        """Return the tag and how many buffers there are."""
+        return f"<remap.Group {self.tag!r} of {len(self.buffers)} buffers>"
+
+
+class _Groups:
+    """The groups of this process by tag; a forked child begins with none."""
+
+    def __init__(self) -> None:
+        self.epoch = epoch()
+        self.by_tag: dict[str, Group] = {}
+
+    def of_this_process(self) -> dict[str, Group]:
+        """Return them."""
+        if self.epoch != epoch():
+            self.epoch, self.by_tag = epoch(), {}
+        return self.by_tag
+
+
+_groups = _Groups()
+
+
+@contextmanager
+def group(tag: str) -> Generator[Group]:
+    """Gather every buffer that is made inside the block, by this thread or task, under a tag.
+
+    The same tag again adds to the same group. Groups may be nested; a buffer is then in each of them.
+    """
+    found = _groups.of_this_process().setdefault(tag, Group(tag))
+    with on_creation(found._add):
+        yield found
+
+
+def groups() -> dict[str, Group]:
+    """Return the groups that have open buffers, by tag."""
+    return {tag: one for tag, one in list(_groups.of_this_process().items()) if one.buffers}
+
+
+def known(tag: str) -> Group:
+    """Return the group of a tag; raises `InvalidValueError` if there never was one."""
+    found = _groups.of_this_process().get(tag)
+    if found is None:
+        names = ", ".join(repr(name) for name in _groups.of_this_process()) or "none"
+        raise InvalidValueError(f"group {tag!r}", rule=f"there is no such group; those there are: {names}")
+    return found

@@ -1,0 +1,137 @@
+"""What a move is asked of: buffers, groups and tags, checked before anything happens."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias, cast
+
+from remap.buffers.base import Buffer
+from remap.errors import InUseError, InvalidValueError
+from remap.lifetime import Resource
+from remap.locations import Device, device
+from remap.residency.stores import Keep
+from remap.residency.tags import Group, known
+from remap.residency.waking import Arrival
+from remap.streams import After, Known, wait_after, wait_for_all
+from remap.types import Location, MemoryInfo
+
+Target: TypeAlias = Buffer | Group | str
+Targets: TypeAlias = Target | Iterable[Target] | Mapping[Any, Keep]
+"""What can be paused: a buffer, a group or its tag, several of them, or a mapping of them to what is kept."""
+
+
+def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
+    """Return the buffers that are meant, in order, each with what is kept of it.
+
+    Raises `InvalidValueError` for what cannot sleep or move, and for a buffer that is named with two different keeps.
+    """
+    found: dict[Buffer, Keep] = {}
+    named: list[tuple[Any, Keep]]
+    if isinstance(what, Mapping):
+        named = list(cast("Mapping[Any, Keep]", what).items())
+    else:
+        named = [(one, keep) for one in _each(what)]
+    for target, kept in named:
+        if kept not in ("host", "disk", None):
+            raise InvalidValueError(f"keep={kept!r}", rule='it is "host", "disk" or None')
+        for buffer in _buffers(target):
+            if found.setdefault(buffer, kept) != kept:
+                raise InvalidValueError(
+                    f"{buffer.describe()} with keep={found[buffer]!r} and keep={kept!r}",
+                    rule="it is named twice, and one call can keep it in one way only",
+                )
+    return found
+
+
+def _each(what: Any) -> Iterable[Any]:
+    return (what,) if isinstance(what, str | Group | Resource) else what
+
+
+def _buffers(target: Any) -> tuple[Buffer, ...]:
+    if isinstance(target, str):
+        target = known(target)
+    if isinstance(target, Group):
+        return target.buffers
+    if isinstance(target, Buffer):
+        return (target,)
+    if isinstance(target, Resource):
+        raise InvalidValueError(
+            f"{target.describe()} to sleep or move",
+            rule="its address belongs to its bytes, so that nothing else can stand behind it",
+            next_step="Use remap.allocate, or another buffer that stands on mapped memory",
+        )
+    raise TypeError(f"buffers, groups and tags can sleep and move, not {type(target)}")
+
+
+@contextmanager
+def held(buffers: Iterable[Buffer], doing: str, *, detach: bool = False) -> Generator[None]:
+    """Keep everyone else from the buffers for a block; raises `InUseError` if something uses one of them."""
+    with ExitStack() as stack:
+        for buffer in buffers:
+            if isinstance(buffer._arriving, Arrival):
+                buffer._arriving.waking.close()
+            stack.enter_context(buffer._taking(doing))
+            if buffer._shared and not detach:
+                raise InUseError(
+                    f"{buffer.describe()} to be {doing}",
+                    rule="other processes hold its memory, and would go on using the old one",
+                    next_step="Pass detach=True if they may",
+                )
+        yield
+
+
+def wait(buffers: Iterable[Buffer], after: After, doing: str) -> None:
+    """Wait for the work that may still use the buffers (invariant 7)."""
+    if isinstance(after, Known):
+        uses = [
+            (buffer._known_uses, buffer.accessing, f"{buffer.describe()} to be {doing}")
+            for buffer in buffers
+            if buffer._known_uses
+        ]
+        wait_for_all(uses)
+        return
+    wait_after(after, device(), f"buffers to be {doing}")
+
+
+def actor(buffer: Buffer, place: Location, *, writes: bool) -> Device | None:
+    """Return the device that copies a chunk at `place`: the one that holds it, or another that has the right."""
+    fitting = [
+        who
+        for who, right in buffer._rights.items()
+        if who.is_device and (right.writable if writes else right.readable)
+    ]
+    if not fitting:
+        return None
+    return device(place.index if place in fitting else fitting[0].index)
+
+
+def near(place: Location) -> Device:
+    """Return a device that reaches memory at a place: the one that holds it, the fastest for host memory."""
+    return device(place.index) if place.is_device else device()
+
+
+def free_memory(buffers: Iterable[Buffer]) -> dict[Location, MemoryInfo]:
+    """Return the memory of each device that buffers lie on."""
+    places = dict.fromkeys(place for buffer in buffers for place in buffer.resident if place.is_device)
+    return {place: device(place.index).memory() for place in places}
+
+
+def growth(before: Mapping[Location, MemoryInfo], after: Mapping[Location, MemoryInfo]) -> int:
+    """Return by how many bytes free memory has grown, over all devices."""
+    return sum(info.free - before[place].free for place, info in after.items() if place in before)
+
+
+def announce(buffers: Iterable[Buffer]) -> None:
+    """Tell the listeners of every buffer of its change; the first error is raised when all have been told."""
+    first: Exception | None = None
+    for buffer in buffers:
+        try:
+            buffer._changed()
+        except Exception as error:  # noqa: BLE001 (a listener's, raised below)
+            if first is None:
+                first = error
+            else:
+                first.add_note(f"and then: {error}")
+    if first is not None:
+        raise first
