@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from remap.arrays import DeviceArray as DeviceArray
     from remap.buffers.base import Buffer as Buffer
     from remap.buffers.base import allocate as allocate
+    from remap.buffers.elastic import ElasticBuffer as ElasticBuffer
+    from remap.buffers.ring import RingBuffer as RingBuffer
+    from remap.buffers.shares import footprint as footprint
+    from remap.chunks import ChunkPool as ChunkPool
+    from remap.chunks import chunk_pool as chunk_pool
     from remap.drivers import current
     from remap.drivers import use as use
     from remap.errors import AccessError as AccessError
@@ -113,6 +118,10 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "foreign": ("ForeignArray", "as_array", "from_dlpack"),
     "handles": ("Mapping", "PhysicalAllocation", "Reservation", "create", "reserve"),
     "buffers.base": ("Buffer", "allocate"),
+    "buffers.elastic": ("ElasticBuffer",),
+    "buffers.ring": ("RingBuffer",),
+    "buffers.shares": ("footprint",),
+    "chunks": ("ChunkPool", "chunk_pool"),
     "kernels": ("Image", "Kernel", "Module", "Pointer", "compile", "load", "source"),
     "sharing.exchange": ("MpiExchange", "ProcessExchange", "SingleExchange", "TorchExchange"),
     "sharing.export": ("export",),

@@ -49,7 +49,7 @@ class Span(Range):
         (it is kept alive until then). Raises `InvalidValueError` if it is not contiguous or does not fit. Source:
         cuMemcpyHtoDAsync.
         """
-        host = _host_array(array, "copy_from_host", writable=False)
+        host = host_array(array, "copy_from_host", writable=False)
         size = self._part("copy_from_host", offset, host.nbytes)
         part = (offset, size)
         with self._using("copy_from_host", Access.READ_WRITE, stream, part=part, keep=host) as queue:
@@ -65,7 +65,7 @@ class Span(Range):
         Raises `InvalidValueError` if it is read-only, not contiguous or larger than what is there. Source:
         cuMemcpyDtoHAsync.
         """
-        host = _host_array(out, "copy_to_host", writable=True)
+        host = host_array(out, "copy_to_host", writable=True)
         size = self._part("copy_to_host", offset, host.nbytes)
         with self._using("copy_to_host", Access.READ, stream, part=(offset, size), keep=host) as queue:
             if size and queue is None:
@@ -209,7 +209,8 @@ class Span(Range):
         return next((place for place in fitting if place.is_device), fitting[0])
 
 
-def _host_array(value: Any, asked: str, *, writable: bool) -> NDArray[Any]:
+def host_array(value: Any, asked: str, *, writable: bool) -> NDArray[Any]:
+    """Return anything with the buffer protocol as a contiguous array, to copy from or, if `writable`, into."""
     import numpy as np
 
     is_array = isinstance(value, np.ndarray)

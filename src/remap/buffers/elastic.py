@@ -1,0 +1,402 @@
+"""`ElasticBuffer`: a range of addresses that is backed as far as it is needed, and grows and shrinks in place."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import ClassVar, TypeAlias
+
+from remap import drivers
+from remap.buffers.base import POISON
+from remap.buffers.growth import Change, GrowingBuffer
+from remap.buffers.placement import place
+from remap.buffers.shares import alias, read_only, separate
+from remap.chunks import ChunkLike, ChunkPool, parse_chunk
+from remap.errors import AccessError, InUseError, InvalidValueError
+from remap.handles import parse_alignment
+from remap.lifetime import Description, Rollback, drain, epoch, queued, undo
+from remap.locations import AccessLike, LocationLike
+from remap.sizes import Size, format_size, parse_size, round_up
+from remap.spans import Chunk
+from remap.streams import After, Known
+from remap.types import Access, HandleType
+
+Part: TypeAlias = tuple[int, int]
+"""A part of a buffer as (start, stop) offsets."""
+
+_NOTHING = Change()
+_NO_BYTES = (0, 0)
+
+
+class ElasticBuffer(GrowingBuffer):
+    """Memory that grows and shrinks under one address, and needs to be backed only where it is used.
+
+    `capacity` bytes of addresses are reserved once; they cost no memory, and cannot be exceeded. `resize(n)` commits
+    the first n bytes and gives the rest back; `commit` and `decommit` do the same for any part. Sizes need no
+    alignment. `size` is the end of the last committed byte. What is not committed cannot be copied or filled.
+
+    Memory comes in chunks: `chunk=` is "geometric" (2 to 64 MiB, growing with the buffer; the default), a size, or
+    "exact" (one for each request). Only whole chunks go back: a chunk stays while one of its bytes is committed. New
+    chunks go to the resident locations in turn, and have the rights that the buffer was given. Their contents are
+    undefined; `poison=True` fills newly committed bytes with 0xCB.
+
+    Growing waits for nothing and disturbs nobody: other threads, and work in flight, go on using what is committed.
+    Giving back waits as `close` does, and takes `after=`. With `ahead=` bytes, a thread keeps that much memory mapped
+    behind the end, so that growing by less only counts; it never takes what another request needs.
+
+    Memory that is given back goes to the `ChunkPool` in `pool=`, or to the one that `remap.chunk_pool` made for its
+    location, as far as that keeps it, else to the driver. Source: cuMemAddressReserve, cuMemCreate, cuMemMap.
+    """
+
+    kind: ClassVar[str] = "elastic buffer"
+
+    def __init__(
+        self,
+        capacity: Size,
+        *,
+        device: LocationLike | None = None,
+        resident: LocationLike | Iterable[LocationLike] | None = None,
+        accessing: LocationLike | Iterable[LocationLike] | None = None,
+        access: Access | str = Access.READ_WRITE,
+        chunk: ChunkLike | None = None,
+        shareable: HandleType | str | Iterable[HandleType | str] | None = None,
+        compressible: bool = False,
+        rdma: bool = False,
+        pool: ChunkPool | None = None,
+        ahead: Size = 0,
+        alignment: Size | None = None,
+        poison: bool = False,
+    ) -> None:
+        driver = drivers.current()
+        if queued:
+            drain()
+        if device is not None and resident is not None:
+            raise InvalidValueError(
+                "an elastic buffer with device= and resident=", rule="both say where it lies: give one"
+            )
+        placement = place(
+            driver, resident if device is None else device, accessing, access, shareable, compressible, rdma
+        )
+        granule = placement.granule
+        if pool is not None:
+            pool._check()
+        super().__init__(
+            driver,
+            placement,
+            round_up(parse_size(capacity, "capacity"), granule),
+            parse_chunk(chunk, granule, shareable=bool(placement.properties[0].handle_types)),
+            alignment=parse_alignment(alignment),
+            pool=pool,
+            ahead=parse_size(ahead, "ahead"),
+        )
+        self._poison = poison and any(right.writable for right in self._rights.values())
+        self._opened()
+
+    # -- growing and shrinking --
+
+    def resize(self, size: Size, *, after: After = Known.STREAMS) -> Change:
+        """Commit the first `size` bytes, give everything behind them back, and say what that changed.
+
+        Growing waits for nothing. Giving chunks back waits for the work that may use them (see `close` for `after=`).
+        Raises `InvalidValueError` beyond the capacity, `OutOfMemoryError`, `PausedError`, and `InUseError` while
+        another change goes on, or while something uses a buffer that has to give chunks back. After a failure
+        everything is as it was.
+        """
+        number = size if type(size) is int else parse_size(size)
+        with self._driver.lock:
+            # Most steps of a buffer that grows in small ones stay within the last chunk: they only count.
+            stops = self._extents.stops
+            if (
+                self._size <= number <= self._front
+                and len(stops) == 1
+                and self._extents.starts[0] == 0
+                and self._open
+                and not (self._changing or self._taken or self._paused or self._poison)
+                and self._epoch == epoch()
+            ):
+                self._size = stops[0] = number
+                return _NOTHING
+        return self._resize(number, after)
+
+    def _resize(self, size: int, after: After) -> Change:
+        self._check_bounds("resize", 0, size)
+        with self._change("resized"):
+            grown, waiting = size > self._size, self._ahead is not None and self._ahead.bytes
+            new = self._grow(0, size)
+            first, last = self._index(size), len(self._chunks)
+            kept, gone = (0, size), (size, self.capacity)
+            if first < last or (waiting and not grown):
+                given_back = self._give_back(first, last, after, new, kept, gone)
+            else:
+                given_back = _NOTHING
+                self._settle(new, kept, gone)
+            if grown:
+                self._prepare_more()
+        return self._done(new, given_back)
+
+    def commit(self, start: Size, stop: Size) -> Change:
+        """Back the bytes from `start` up to `stop`, and say what that changed; the rest stays as it is.
+
+        Waits for nothing. Raises as `resize` does; after a failure everything is as it was.
+        """
+        first, last = parse_size(start, "start"), parse_size(stop, "stop")
+        self._check_bounds("commit", first, last)
+        with self._change("committed"):
+            new = self._grow(first, last)
+            self._settle(new, (first, last), _NO_BYTES)
+            self._prepare_more()
+        return self._done(new, _NOTHING)
+
+    def decommit(self, start: Size, stop: Size, *, after: After = Known.STREAMS) -> Change:
+        """Give the bytes from `start` up to `stop` back, and say what that freed.
+
+        Only chunks with no committed byte left are unmapped; their contents are lost. Waits, and raises, as `resize`
+        does when it shrinks; after a failure everything is as it was.
+        """
+        first, last = parse_size(start, "start"), parse_size(stop, "stop")
+        self._check_bounds("decommit", first, last)
+        with self._change("decommitted"):
+            one, other = self._left_alone(first, last)
+            if one < other:
+                given_back = self._give_back(one, other, after, [], _NO_BYTES, (first, last))
+            else:
+                given_back = _NOTHING
+                self._settle([], _NO_BYTES, (first, last))
+        return self._done([], given_back)
+
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """The committed parts as (start, stop) offsets, in order; none touch."""
+        self._check()
+        with self._driver.lock:
+            return tuple(self._extents)
+
+    # -- sharing with forks --
+
+    def fork(self) -> ElasticBuffer:
+        """Return a second buffer with the same contents, which shares the memory behind them.
+
+        All chunks become read-only in both, for everybody; what either commits later is its own. Before writing to
+        shared bytes, call `make_private` for them. Waits for the work that may still write. Raises `InUseError` while
+        something uses the buffer or views it, `OutOfAddressSpaceError`. After a failure everything is as it was.
+        Source: cuMemRetainAllocationHandle, cuMemMap.
+        """
+        with self._change("forked"):
+            twin = self._empty_twin()
+            try:
+                with self._excluding("forked"):
+                    self._wait("forked", Known.STREAMS)
+                    alias(self, twin)
+            except BaseException as error:
+                if twin._reserved:
+                    undo(error, self._driver.free_range, twin._address, twin._reserved)
+                raise
+            twin._opened()
+        return twin
+
+    def _empty_twin(self) -> ElasticBuffer:
+        twin: ElasticBuffer = ElasticBuffer.__new__(ElasticBuffer)
+        GrowingBuffer.__init__(
+            twin,
+            self._driver,
+            self._placement,
+            self.capacity,
+            self._sizes,
+            alignment=self._alignment,
+            supply=self._supply,
+            ahead=self._margin,
+        )
+        twin._rights, twin._poison = self._rights, self._poison
+        twin._grant(self._granted)
+        return twin
+
+    def make_private(self, start: Size = 0, stop: Size | None = None) -> Change:
+        """Let this buffer have the bytes from `start` up to `stop` for itself, so that it can write them.
+
+        Copies the shared chunks in that range, whole ones always; where all forks have gone or have copies, nothing
+        needs to be copied. Waits for work that uses the buffer, and copies before it excludes others. Raises
+        `OutOfMemoryError` and `InUseError`; after a failure everything is as it was.
+        """
+        first = parse_size(start, "start")
+        last = self._size if stop is None else parse_size(stop, "stop")
+        self._check_bounds("make_private", first, last)
+        with self._change("made private"):
+            chunks = self._shared_chunks(first, last)
+            alone = [chunk for chunk in chunks if self._sole(chunk)]
+            shared = [chunk for chunk in chunks if not self._sole(chunk)] if len(alone) < len(chunks) else []
+            with Rollback() as rollback:
+                for chunk in alone if self._granted else ():
+                    rollback.undo(
+                        self._driver.set_access, chunk.address, chunk.size, read_only(self._granted)
+                    )
+                    self._driver.set_access(chunk.address, chunk.size, self._granted)
+                if shared:
+                    separate(self, shared)
+            with self._driver.lock:
+                for chunk in alone:
+                    del self._shares[chunk.address]
+        if shared:
+            self._changed()
+        return Change(mapped=sum(chunk.size for chunk in shared))
+
+    @property
+    def shared(self) -> tuple[tuple[int, int], ...]:
+        """The parts that forks share, as (start, stop) offsets of whole chunks: they can be read and not written."""
+        self._check()
+        with self._driver.lock:
+            found = self._shared_chunks(0, self.capacity)
+        base = self._address
+        parts: list[tuple[int, int]] = []
+        for chunk in found:
+            start = chunk.address - base
+            if parts and parts[-1][1] == start:
+                start = parts.pop()[0]
+            parts.append((start, chunk.address - base + chunk.size))
+        return tuple(parts)
+
+    def _shared_chunks(self, start: int, stop: int) -> list[Chunk]:
+        if not self._shares:
+            return []
+        return [
+            chunk
+            for chunk in self._chunks[slice(*self._touching(start, stop))]
+            if chunk.address in self._shares
+        ]
+
+    # -- rights --
+
+    def set_access(self, access: AccessLike) -> None:
+        """Change the rights of the locations that are named, for what is committed and for what will be.
+
+        Refused with `InUseError` while chunks are shared with forks. Otherwise as for any other memory.
+        """
+        with self._change("given other rights"):
+            if self._shares:
+                raise InUseError(
+                    f"set_access of {self.describe()}",
+                    rule=f"{len(self._shares)} of its chunks are shared with forks, which need them as they are",
+                    next_step="Call make_private() first, or close the forks",
+                )
+            if self._ahead is not None:
+                self._ahead.flush()
+            super().set_access(access)
+            self._grant(tuple(self._rights.items()))
+
+    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
+        if not size:
+            return
+        stop = offset + size
+        if not self._extents.covers(offset, stop):
+            start, end = self._extents.gaps(offset, stop)[0]
+            raise InvalidValueError(
+                f"{asked} of bytes {offset} to {stop} of {self.describe()}",
+                rule=f"bytes {start} to {end} are not committed, and have no memory",
+                next_step=f"Call commit({start}, {end}) first",
+            )
+        if needed is Access.READ_WRITE and not self._part_writable(offset, size):
+            raise AccessError(
+                f"{asked} of bytes {offset} to {stop} of {self.describe()}",
+                rule="a part of them is shared with a fork, and read-only in both",
+                next_step=f"Call make_private({offset}, {stop}) first",
+            )
+
+    def _part_writable(self, offset: int, size: int) -> bool:
+        with self._driver.lock:
+            return not (self._shares and size and self._shared_chunks(offset, offset + size))
+
+    # -- the steps of a change --
+
+    def _check_bounds(self, asked: str, start: int, stop: int) -> None:
+        self._check()
+        if start > stop:
+            raise InvalidValueError(
+                f"{asked} of bytes {start} to {stop}", rule="the start is behind the stop"
+            )
+        if stop > self.capacity:
+            raise InvalidValueError(
+                f"{asked} up to byte {stop} ({format_size(stop)}) of {self.kind} {self.serial}",
+                rule=f"its capacity is {format_size(self.capacity)}, reserved once",
+                next_step="Make the buffer with a larger capacity=: it costs addresses only",
+            )
+
+    def _grow(self, start: int, stop: int) -> list[Chunk]:
+        """Map what is missing of a part, and poison what is newly committed; nobody sees it yet."""
+        new = self._map(start, stop)
+        if self._poison:
+            try:
+                self._fill_fresh(start, stop)
+            except BaseException as error:
+                undo(error, self._unmap_new, new)
+                raise
+        return new
+
+    def _fill_fresh(self, start: int, stop: int) -> None:
+        fresh = [
+            part
+            for part in self._extents.gaps(start, stop)
+            if self._part_writable(part[0], part[1] - part[0])
+        ]
+        if not fresh:
+            return
+        with self._using("poison", Access.READ_WRITE, None) as queue:
+            for one, other in fresh:
+                if queue is not None:
+                    self._driver.fill(self._address + one, POISON, 1, other - one, queue.handle)
+                else:
+                    ctypes.memset(self._address + one, POISON, other - one)
+
+    def _give_back(
+        self, first: int, last: int, after: After, new: list[Chunk], kept: Part, gone: Part
+    ) -> Change:
+        """Unmap the chunks of two indices, and `_settle` with that; after a failure `new` is unmapped, and no other."""
+        try:
+            with self._excluding("shrunk"):
+                given_back = self._unmap(first, last, "shrunk", after)
+                with self._driver.lock:
+                    self._forget(first, last)
+                    self._settle(new, kept, gone)
+        except BaseException as error:
+            undo(error, self._unmap_new, new)
+            raise
+        return given_back
+
+    def _settle(self, new: list[Chunk], kept: Part, gone: Part) -> None:
+        """Let everybody see new chunks, which bytes are committed now, and which are not any more."""
+        with self._driver.lock:
+            self._publish(new)
+            self._extents.add(*kept)
+            self._extents.remove(*gone)
+            self._size = self._extents.end
+
+    def _done(self, new: list[Chunk], given_back: Change) -> Change:
+        if new or given_back is not _NOTHING:
+            self._changed()
+        return Change(sum(chunk.size for chunk in new), given_back.freed, given_back.pooled)
+
+    def _left_alone(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the indices of the chunks that lie in a part, and have no committed byte outside of it."""
+        first, last = self._touching(start, stop)
+        base, chunks = self._address, self._chunks
+        if first < last and self._extents.overlaps(chunks[first].address - base, start):
+            first += 1
+        if first < last and self._extents.overlaps(
+            stop, chunks[last - 1].address - base + chunks[last - 1].size
+        ):
+            last -= 1
+        return first, last
+
+    def _touching(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the indices of the chunks that have a byte between two offsets."""
+        if start >= stop:
+            return 0, 0
+        first, last = self._index(start), self._index(stop)
+        if first:
+            before = self._chunks[first - 1]
+            first -= before.address + before.size > self._address + start
+        return first, last
+
+    def describe(self) -> Description:
+        """Return what this buffer is."""
+        count = len(self._chunks)
+        detail = f"capacity {format_size(self.capacity)}, {count} chunk{'s' * (count != 1)}"
+        return Description(self.kind, self.serial, self._size, self._address, detail)

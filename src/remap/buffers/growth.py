@@ -1,0 +1,416 @@
+"""Growing: a buffer of which any part may be backed, and whose backed parts may grow and shrink.
+
+What `ElasticBuffer` stands on: how chunks are mapped into holes and unmapped again, without anybody noticing but
+those who asked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from remap.buffers.ahead import Ahead, next_place
+from remap.buffers.base import Buffer
+from remap.buffers.extents import Extents
+from remap.buffers.placement import Placement
+from remap.buffers.shares import Share, leave
+from remap.chunks import ChunkPool, ChunkSizes, Supply, find_pool
+from remap.errors import InUseError, OutOfAddressSpaceError, OutOfMemoryError
+from remap.handles import reserve_range
+from remap.lifetime import Release, Rollback, Step, undo
+from remap.locations import device
+from remap.sizes import format_size, round_up
+from remap.spans import Chunk
+from remap.streams import After, Known, wait_after
+from remap.types import Grants, Location
+
+
+class Change(NamedTuple):
+    """What a change of a buffer's size did, in bytes.
+
+    `mapped` were mapped anew; `freed` went back to the driver; `pooled` were unmapped and stay in a chunk pool.
+    Memory that others still share is unmapped and counts as neither.
+    """
+
+    mapped: int = 0
+    freed: int = 0
+    pooled: int = 0
+
+
+class Hole(NamedTuple):
+    """Where chunks are missing, as offsets: from `start` to `stop`, with nothing mapped up to `room`.
+
+    `before` bytes are mapped right in front of it, as far as it matters.
+    """
+
+    start: int
+    stop: int
+    room: int
+    before: int
+
+
+class GrowingBuffer(Buffer):
+    """A reservation of which parts are committed, and the chunks that back them, in address order.
+
+    Every byte that is committed lies in a chunk. `_front` is the offset up to which chunks follow each other from the
+    first byte on; it is what makes growing at the end cheap. One change at a time: `_changing` says which, and the
+    second one raises `InUseError`. Growing leaves everything else alone, so uses go on beside it; what unmaps excludes
+    them as well.
+    """
+
+    capacity: int = 0
+    _changing: str = ""
+    _front: int = 0
+    _ahead: Ahead | None = None
+
+    def __init__(
+        self,
+        driver: Any,
+        placement: Placement,
+        capacity: int,
+        sizes: ChunkSizes,
+        *,
+        alignment: int = 0,
+        pool: ChunkPool | None = None,
+        supply: Supply | None = None,
+        ahead: int = 0,
+    ) -> None:
+        super(Buffer, self).__init__(driver)
+        self._chunks = []
+        self._rights = placement.rights
+        self._granted: Grants = placement.grants
+        self._places = tuple(one.location for one in placement.properties)
+        self._placement = placement
+        self.properties = placement.properties[0]
+        self._sizes = sizes
+        self._extents = Extents()
+        self._shares: dict[int, Share] = {}  # by the chunk's address
+        self._supply = supply or self._supply_of(driver, pool)
+        self._margin = ahead
+        self._alignment = alignment
+        if capacity:
+            try:
+                self._address = reserve_range(driver, capacity, alignment)
+            except OutOfAddressSpaceError as error:
+                raise error.explain(
+                    f"a capacity of {format_size(capacity)}",
+                    rule=error.rule,
+                    next_step="Pass a smaller capacity=: it is how far the buffer can ever grow, and costs addresses "
+                    "only. Or close reservations, or raise the limit (ulimit -v)",
+                ) from None
+            self.capacity = self._reserved = capacity
+            if ahead:
+                self._ahead = Ahead(self._supply, self._address, ahead, sizes, self._places, self._granted)
+
+    def _grant(self, grants: Grants) -> None:
+        """Give chunks these rights from now on."""
+        self._granted = grants
+        if self._ahead is not None:
+            self._ahead.grants = grants
+
+    def _supply_of(self, driver: Any, pool: ChunkPool | None) -> Supply:
+        pools = {place: find_pool(driver, place) for place in self._places}
+        if pool is not None:
+            pools[pool.location] = pool
+        return Supply(
+            driver, self.properties, {place: one for place, one in pools.items() if one is not None}
+        )
+
+    # -- one change at a time --
+
+    @contextmanager
+    def _change(self, doing: str) -> Generator[None]:
+        """Exclude other changes for a block; `doing` is a past participle. Uses go on."""
+        asked = f"{self.kind} {self.serial} to be {doing}"
+        with self._driver.lock:
+            self._check()
+            if self._changing or self._taken:
+                raise InUseError(
+                    asked,
+                    rule=f"it is being {self._changing or self._taken} by another thread",
+                    next_step="Let that end first",
+                )
+            self._check_backed(asked)
+            self._changing = doing
+        try:
+            yield
+        finally:
+            with self._driver.lock:
+                self._changing = ""
+
+    @contextmanager
+    def _taking(self, doing: str) -> Generator[None]:
+        """Exclude changes and uses for a block of another room that takes the memory away, or gives it back."""
+        with self._driver.lock:
+            self._check()
+            self._check_unchanging(doing)
+            if self._shares:
+                raise InUseError(
+                    f"{self.describe()} to be {doing}",
+                    rule=f"{len(self._shares)} of its chunks are shared with forks, which would keep the memory",
+                    next_step="Call make_private() first, or close the forks",
+                )
+            self._changing = doing
+        try:
+            with super()._taking(doing):
+                yield
+        finally:
+            with self._driver.lock:
+                self._changing = ""
+
+    @contextmanager
+    def _excluding(self, doing: str) -> Generator[None]:
+        """Exclude uses, and arrays of other libraries, for a part of a change."""
+        with self._driver.lock:
+            self._check()
+            self._check_free(doing, self._exports)
+            self._taken = doing
+        try:
+            yield
+        finally:
+            with self._driver.lock:
+                self._taken = ""
+
+    def _check_unchanging(self, doing: str) -> None:
+        if self._changing:
+            raise InUseError(
+                f"{self.describe()} to be {doing}",
+                rule=f"it is being {self._changing} by another thread",
+                next_step="Let that end first",
+            )
+
+    def _check_closable(self) -> None:
+        self._check_unchanging("closed")
+        super()._check_closable()
+
+    # -- growing --
+
+    def _map(self, start: int, stop: int) -> list[Chunk]:
+        """Back the bytes from `start` up to `stop`, and return the new chunks, which nobody can see yet.
+
+        The caller holds `_change`, publishes them under the lock or gives them to `_unmap_new`. After a failure
+        nothing is mapped.
+        """
+        if start >= stop:
+            return []
+        new: list[Chunk] = []
+        if self._ahead is not None and stop > self._front:
+            new = self._ahead.take(self._front, stop)
+        try:
+            holes = self._holes(start, stop, new)
+            try:
+                new += self._fill_holes(holes, tight=False)
+            except OutOfMemoryError:
+                if self._sizes.kind != "geometric":
+                    raise
+                new += self._fill_holes(holes, tight=True)  # no more than what was asked for
+        except BaseException as error:
+            undo(error, self._unmap_new, new)
+            raise
+        return new
+
+    def _holes(self, start: int, stop: int, new: Sequence[Chunk]) -> list[Hole]:
+        """Return where chunks are missing between two offsets; `new` are chunks behind the front."""
+        unit, base = self._sizes.unit, self._address
+        start = start // unit * unit
+        stop = min(round_up(stop, unit), self.capacity)
+        front = self._front
+        if new:
+            front = new[-1].address + new[-1].size - base
+        at = max(start, front) if start <= front else start
+        holes: list[Hole] = []
+        chunks = self._chunks
+        index = max(self._index(at + 1) - 1, 0)  # the chunk that holds `at`, if any does
+        before = at if at <= front else self._mapped_before(at, index)
+        for chunk in chunks[index : self._index(stop)]:
+            offset = chunk.address - base
+            if offset > at:
+                holes.append(Hole(at, offset, offset, before))
+                before = 0
+            if offset + chunk.size > at:
+                at = offset + chunk.size
+                before += chunk.size
+        if at < stop:
+            following = self._index(stop)
+            room = chunks[following].address - base if following < len(chunks) else self.capacity
+            holes.append(Hole(at, stop, room, before))
+        return holes
+
+    def _mapped_before(self, at: int, index: int) -> int:
+        """Return how many bytes are mapped right in front of an offset, up to what makes chunks largest."""
+        enough = 4 * self._sizes.largest
+        end, total = self._address + at, 0
+        for chunk in reversed(self._chunks[max(index - 64, 0) : index + 1]):
+            if chunk.address + chunk.size != end - total or total >= enough:
+                break
+            total += chunk.size
+        return total
+
+    def _fill_holes(self, holes: Sequence[Hole], *, tight: bool) -> list[Chunk]:
+        """Create and map chunks in holes, with the buffer's rights; one access call for each hole. All, or nothing."""
+        driver, supply, base = self._driver, self._supply, self._address
+        new: list[Chunk] = []
+        try:
+            for hole in holes:
+                sizes = self._sizes.cut(hole.start, hole.stop, hole.room, hole.before, tight=tight)
+                at = first = base + hole.start
+                place = self._place_before(hole.start, new)
+                for size in sizes:
+                    place = next_place(self._places, place)
+                    handle = supply.take(place, size)
+                    chunk = Chunk(at, size, place)
+                    try:
+                        driver.map(at, size, handle)
+                    except BaseException as error:
+                        supply.lose([chunk])
+                        undo(error, driver.release, handle)
+                        raise
+                    new.append(chunk)
+                    at += size
+                    driver.release(handle)
+                if self._granted:
+                    driver.set_access(first, at - first, self._granted)
+        except BaseException as error:
+            undo(error, self._unmap_new, new)
+            raise
+        return new
+
+    def _place_before(self, offset: int, new: Sequence[Chunk]) -> Location | None:
+        end = self._address + offset
+        if new and new[-1].address + new[-1].size == end:
+            return new[-1].location
+        index = self._index(offset) - 1
+        return self._chunks[index].location if index >= 0 else None
+
+    def _unmap_new(self, new: Sequence[Chunk]) -> None:
+        """Unmap chunks that nobody has seen, and that may have others between them."""
+        if not new:
+            return
+        first = 0
+        for index, (one, other) in enumerate(pairwise(new), 1):
+            if one.address + one.size != other.address:
+                self._driver.unmap(new[first].address, one.address + one.size - new[first].address)
+                first = index
+        self._driver.unmap(new[first].address, new[-1].address + new[-1].size - new[first].address)
+        self._supply.lose(new)
+
+    def _publish(self, new: Sequence[Chunk]) -> None:
+        """Let everybody see new chunks; the caller holds the lock."""
+        if not new:
+            return
+        chunks, base = self._chunks, self._address
+        at = self._index(new[0].address - base)
+        if at == len(chunks):
+            chunks.extend(new)
+        elif at == self._index(new[-1].address - base):
+            chunks[at:at] = new
+        else:
+            self._chunks = chunks = sorted([*chunks, *new])  # two sorted runs: one pass
+        while at < len(chunks) and chunks[at].address - base == self._front:
+            self._front += chunks[at].size
+            at += 1
+
+    def _prepare_more(self) -> None:
+        """Let the thread go on mapping behind the front."""
+        if self._ahead is None:
+            return
+        following = self._index(self._front)
+        chunks = self._chunks
+        room = chunks[following].address - self._address if following < len(chunks) else self.capacity
+        last = chunks[following - 1].location if following else None
+        self._ahead.go(self._front, room, self._front, last)
+
+    def _index(self, offset: int) -> int:
+        """Return the index of the first chunk that begins at or behind an offset."""
+        return bisect_left(self._chunks, (self._address + offset,))
+
+    # -- shrinking --
+
+    def _unmap(self, first: int, last: int, doing: str, after: After) -> Change:
+        """Unmap the chunks of two indices and what was mapped ahead, once the work that may use them has ended.
+
+        The caller holds `_excluding`, and takes the chunks off the list when this has succeeded; after a failure
+        they are as they were.
+        """
+        self._wait(doing, after)
+        waiting = self._ahead.flush() if self._ahead is not None else 0
+        doomed = self._chunks[first:last]
+        if not doomed:
+            return Change(0, waiting, 0)
+        own = [chunk for chunk in doomed if self._sole(chunk)] if self._shares else doomed
+        start = doomed[0].address
+        pooled = self._supply.unmap(start, doomed[-1].address + doomed[-1].size - start, own)
+        return Change(0, sum([chunk.size for chunk in own]) + waiting - pooled, pooled)
+
+    def _wait(self, doing: str, after: After) -> None:
+        """Wait for the work that may still use the memory, or for what the caller names."""
+        asked = f"{self.kind} {self.serial} to be {doing}"
+        if isinstance(after, Known):
+            self._wait_for_work(asked)
+        else:
+            users = self.accessing
+            wait_after(after, users[0] if users else device(), asked)
+
+    def _sole(self, chunk: Chunk) -> bool:
+        """Tell whether a chunk is mapped here and nowhere else."""
+        share = self._shares.get(chunk.address)
+        return share is None or share.users == 1
+
+    def _forget(self, first: int, last: int) -> None:
+        """Take chunks that were unmapped off the list; the caller holds the lock."""
+        doomed = self._chunks[first:last]
+        if not doomed:
+            return
+        self._front = min(self._front, doomed[0].address - self._address)
+        del self._chunks[first:last]
+        if self._shares:
+            left = self._leaving(doomed)
+            for chunk in doomed:
+                self._shares.pop(chunk.address, None)
+            leave(self._supply, left, self._driver.lock)
+
+    def _leaving(self, chunks: Sequence[Chunk]) -> list[tuple[Share, Chunk, bool]]:
+        found = [(self._shares.get(chunk.address), chunk) for chunk in chunks]
+        return [(share, chunk, share.users == 1) for share, chunk in found if share is not None]
+
+    # -- for residency, and for closing --
+
+    def _unmap_chunks(self) -> None:
+        """Unmap everything in one call: all of it, or nothing."""
+        if not self._reserved:
+            return
+        if self._ahead is None:
+            self._driver.unmap(self._address, self._reserved)
+        else:
+            with self._ahead.leaving():
+                self._driver.unmap(self._address, self._reserved)
+        self._supply.lose(self._chunks)
+
+    def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
+        super()._map_chunks(chunks, rollback)
+        self._supply.found(chunks)
+        rollback.undo(self._supply.lose, chunks)
+
+    def _detach(self) -> Release:
+        if not self._reserved:
+            return Release(0, [])
+        backed = [] if self._paused else self._chunks
+        own = [chunk for chunk in backed if self._sole(chunk)] if self._shares else backed
+        steps: list[Step] = [
+            (_unmap_all, (self._supply, self._address, self._reserved, own, self._ahead)),
+            (leave, (self._supply, self._leaving(backed) if self._shares else [], self._driver.lock)),
+            (self._driver.free_range, (self._address, self._reserved)),
+        ]
+        return Release(0, steps, self._wait_on_close())
+
+
+def _unmap_all(supply: Supply, address: int, size: int, chunks: list[Chunk], ahead: Ahead | None) -> None:
+    if ahead is None:
+        supply.unmap(address, size, chunks)
+        return
+    with ahead.leaving():
+        supply.unmap(address, size, chunks)
+    ahead.end()

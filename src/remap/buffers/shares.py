@@ -1,0 +1,187 @@
+"""Shares: chunks that several buffers have mapped, read-only in all of them, until one takes a copy of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from remap.buffers.base import Buffer, runs
+from remap.chunks import Supply, release_all
+from remap.handles import reserve_range
+from remap.lifetime import Rollback, undo
+from remap.spans import Chunk
+from remap.streams import Known
+from remap.types import Access, Grants, Location
+
+if TYPE_CHECKING:
+    from remap.buffers.growth import GrowingBuffer
+
+
+class Share:
+    """One physical allocation that `users` buffers have mapped. Counted under the driver's lock."""
+
+    __slots__ = ("users",)
+
+    def __init__(self) -> None:
+        self.users = 1
+
+
+def leave(
+    supply: Supply, left: Iterable[tuple[Share, Chunk, bool]], lock: AbstractContextManager[Any]
+) -> None:
+    """Count one user less of each chunk that was unmapped; the flag says that it was known to be the last one."""
+    lost: list[Chunk] = []
+    with lock:
+        for share, chunk, last in left:
+            share.users -= 1
+            if not share.users and not last:  # another one left at the same time
+                lost.append(chunk)
+    supply.lose(lost)
+
+
+def read_only(grants: Grants) -> Grants:
+    """Return the same locations with no more than the right to read."""
+    return tuple((place, Access.READ if right.writable else right) for place, right in grants)
+
+
+def alias(source: GrowingBuffer, child: GrowingBuffer) -> None:
+    """Map everything behind `source` into `child` as well, which has nothing yet, read-only in both.
+
+    The caller keeps everybody else from using either, and has waited. After a failure both are as they were.
+    """
+    driver, chunks = source._driver, source._chunks
+    granted = source._granted
+    offset = child._address - source._address
+    alone = [chunk for chunk in chunks if chunk.address not in source._shares]
+    with Rollback() as rollback:
+        if any(right.writable for _, right in granted):
+            for address, size in runs(alone):
+                rollback.undo(driver.set_access, address, size, granted)
+                driver.set_access(address, size, read_only(granted))
+        if chunks:
+            rollback.undo(driver.unmap, child._address, child._reserved)
+        copies: list[Chunk] = []
+        for chunk in chunks:
+            handle = driver.retain(chunk.address)
+            try:
+                driver.map(chunk.address + offset, chunk.size, handle)
+            finally:
+                driver.release(handle)
+            copies.append(Chunk(chunk.address + offset, chunk.size, chunk.location))
+        if granted:
+            for address, size in runs(copies):
+                driver.set_access(address, size, read_only(granted))
+    with driver.lock:
+        for chunk in alone:
+            source._shares[chunk.address] = Share()
+        for chunk, copy in zip(chunks, copies, strict=True):
+            share = source._shares[chunk.address]
+            share.users += 1
+            child._shares[copy.address] = share
+        child._chunks = copies
+        child._front = source._front
+        child._extents = source._extents.copy()
+        child._size = source._size
+
+
+def separate(buffer: GrowingBuffer, chunks: Sequence[Chunk]) -> None:
+    """Put copies in the place of shared chunks, with the rights of the buffer.
+
+    The caller excludes other changes. Others may go on reading while the copies are made, and are excluded when they
+    are put in place. After a failure everything is as it was; one that comes with the last step, releasing, leaves
+    the copies in place.
+    """
+    driver, supply = buffer._driver, buffer._supply
+    handles: list[int] = []
+    try:
+        for chunk in chunks:
+            handles.append(supply.take(chunk.location, chunk.size))  # noqa: PERF401 (it may fail half-way)
+        _copy(buffer, chunks, handles)
+        with buffer._excluding("made private"):
+            buffer._wait("made private", Known.STREAMS)
+            old = _put(buffer, chunks, handles)
+            with driver.lock:
+                left = [(buffer._shares.pop(chunk.address), chunk, False) for chunk in chunks]
+    except BaseException as error:
+        supply.lose(chunks[: len(handles)])
+        undo(error, release_all, driver, handles)
+        raise
+    leave(supply, left, driver.lock)
+    release_all(driver, [*old, *handles])
+
+
+def _copy(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]) -> None:
+    """Copy chunks into new memory, which is mapped at another address for as long as that takes."""
+    driver = buffer._driver
+    size = sum(chunk.size for chunk in chunks)
+    copier = buffer._actor("make_private", Access.READ, None, None)
+    start = at = reserve_range(driver, size)
+    try:
+        for chunk, handle in zip(chunks, handles, strict=True):
+            driver.map(at, chunk.size, handle)
+            at += chunk.size
+        driver.set_access(start, size, ((copier, Access.READ_WRITE),))
+        with buffer._using("make_private", Access.READ, None) as queue:
+            at = start
+            for chunk in chunks:
+                if queue is None:
+                    ctypes.memmove(at, chunk.address, chunk.size)
+                else:
+                    driver.copy(at, chunk.address, chunk.size, queue.handle)
+                at += chunk.size
+        driver.unmap(start, size)
+    except BaseException as error:
+        undo(error, driver.unmap, start, size)
+        undo(error, driver.free_range, start, size)
+        raise
+    driver.free_range(start, size)
+
+
+def _put(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]) -> list[int]:
+    """Map other memory where chunks are, and return the handles of what was there; all of it, or nothing."""
+    driver, granted = buffer._driver, buffer._granted
+    old: list[int] = []
+    try:
+        for chunk in chunks:
+            old.append(driver.retain(chunk.address))  # noqa: PERF401 (it may fail half-way)
+        with Rollback() as rollback:
+            for chunk, handle, before in zip(chunks, handles, old, strict=True):
+                driver.unmap(chunk.address, chunk.size)
+                rollback.undo(_map_back, buffer, chunk, before)
+                driver.map(chunk.address, chunk.size, handle)
+            if granted:
+                for address, size in runs(chunks):
+                    driver.set_access(address, size, granted)
+    except BaseException as error:
+        undo(error, release_all, driver, old)
+        raise
+    return old
+
+
+def _map_back(buffer: GrowingBuffer, chunk: Chunk, handle: int) -> None:
+    driver, granted = buffer._driver, buffer._granted
+    driver.unmap(chunk.address, chunk.size)
+    driver.map(chunk.address, chunk.size, handle)
+    if granted:
+        driver.set_access(chunk.address, chunk.size, read_only(granted))
+
+
+def footprint(buffers: Iterable[Buffer]) -> dict[Location, int]:
+    """Return the physical bytes behind several buffers by location; chunks that they share count once.
+
+    Paused buffers have nothing behind them.
+    """
+    total: dict[Location, int] = {}
+    seen: set[Share] = set()
+    for buffer in dict.fromkeys(buffers):
+        buffer._check()
+        shares: dict[int, Share] = getattr(buffer, "_shares", {})
+        for chunk in () if buffer._paused else buffer._chunks:
+            share = shares.get(chunk.address)
+            if share is None or share not in seen:
+                total[chunk.location] = total.get(chunk.location, 0) + chunk.size
+            if share is not None:
+                seen.add(share)
+    return total
