@@ -207,14 +207,14 @@ class Range(Resource):
             self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
 
     @contextmanager
-    def _taking(self, doing: str, *, for_a_while: bool = False) -> Generator[None]:
+    def _taking(self, doing: str) -> Generator[None]:
         """Exclude all other operations for a block that takes the memory away; `doing` is a past participle.
 
-        Where there will be memory at the same addresses again, `for_a_while`, device arrays of other libraries may stay.
+        The addresses stay, so that device arrays of other libraries may, too; only closing refuses those.
         """
         with self._driver.lock:
             self._check()
-            self._check_free(doing, self._views if for_a_while else self._exports)
+            self._check_free(doing, self._views)
             self._taken = doing
         try:
             yield

@@ -147,14 +147,18 @@ class Buffer(Span):
         for listener in self._listeners:
             listener(self)
 
+    def _begin_close(self) -> Release | None:
+        release = super()._begin_close()
+        if release is not None and self._backup is not None:  # one that is collected unclosed drops it by itself
+            release.steps.append((self._backup.drop, ()))
+        return release
+
     def _detach(self) -> Release:
         driver = self._driver
         steps: list[Step] = []
         if self._reserved:
             steps.append((driver.unmap, (self._address, self._reserved)))
             steps.append((driver.free_range, (self._address, self._reserved)))
-        if self._backup is not None:
-            steps.append((self._backup.drop, ()))
         return Release(0, steps, self._wait_on_close())
 
     def describe(self) -> Description:
