@@ -104,7 +104,6 @@ class Range(Resource):
         if any(order.index(right) < order.index(self._right(place)) for place, right in grants):
             self._wait_for_work("change of access")
         before = tuple((place, self._right(place)) for place, _ in grants)
-        held = tuple((place, right) for place, right in before if right.readable)
         with self._driver.lock, Rollback() as rollback:
             self._check()
             if self._taken:  # its mappings come and go, and these rights would be for the old ones
@@ -114,9 +113,9 @@ class Range(Resource):
                     self._driver.set_access(address, size, grants)
                 except BaseException as error:
                     if (
-                        held and len(grants) > 1
-                    ):  # it may have changed the first locations and failed at a later one
-                        undo(error, self._driver.set_access, address, size, held)
+                        len(grants) > 1
+                    ):  # CUDA applies the locations before the one that it refuses (seen on H200)
+                        undo(error, self._driver.set_access, address, size, before)
                     raise
                 rollback.undo(self._driver.set_access, address, size, before)
             rights = {**self._rights, **dict(grants)}

@@ -158,19 +158,19 @@ class HostDriver(OptionalCalls):
     # -- devices --
 
     def device_count(self) -> int:
-        self._guard.check("cuDeviceGetCount")
+        self._guard.check_open("cuDeviceGetCount")
         return self._machine.options.devices
 
     def device_properties(self, device: int) -> DeviceProperties:
-        self._guard.check("cuDeviceGetAttribute")
+        self._guard.check_open("cuDeviceGetAttribute")
         return self._devices.properties(device)
 
     def capabilities(self, device: int) -> Mapping[str, Capability]:
-        self._guard.check("cuDeviceGetAttribute")
+        self._guard.check_open("cuDeviceGetAttribute")
         return self._devices.capabilities(device)
 
     def can_access_peer(self, device: int, other: int) -> bool:
-        self._guard.check("cuDeviceCanAccessPeer")
+        self._guard.check_open("cuDeviceCanAccessPeer")
         return self._devices.can_access_peer(device, other)
 
     # -- contexts --
@@ -190,15 +190,15 @@ class HostDriver(OptionalCalls):
             self._plain.close_device(device)
 
     def current_context(self) -> int:
-        self._guard.check("cuCtxGetCurrent")
+        self._guard.check_open("cuCtxGetCurrent")
         return self._contexts.current()
 
     def push_context(self, context: int) -> None:
-        self._guard.check("cuCtxPushCurrent")
+        self._guard.check_open("cuCtxPushCurrent")
         self._contexts.push(context)
 
     def pop_context(self) -> int:
-        self._guard.check("cuCtxPopCurrent")
+        self._guard.check_open("cuCtxPopCurrent")
         return self._contexts.pop()
 
     def synchronize_context(self) -> None:
@@ -210,47 +210,47 @@ class HostDriver(OptionalCalls):
     # -- physical allocations, reservations, mappings --
 
     def granularity(self, properties: AllocationProperties) -> Granularity:
-        self._guard.check("cuMemGetAllocationGranularity")
+        self._guard.check_open("cuMemGetAllocationGranularity")
         return self._allocations.granularity(properties)
 
     def create(self, size: int, properties: AllocationProperties) -> int:
-        self._guard.check("cuMemCreate")
+        self._guard.check_open("cuMemCreate")
         return self._allocations.create(size, properties)
 
     def release(self, handle: int) -> None:
-        self._guard.check("cuMemRelease")
+        self._guard.check_open("cuMemRelease")
         self._allocations.release(handle)
 
     def retain(self, address: int) -> int:
-        self._guard.check("cuMemRetainAllocationHandle")
+        self._guard.check_open("cuMemRetainAllocationHandle")
         return self._memory.retain(address)
 
     def properties_of(self, handle: int) -> AllocationProperties:
-        self._guard.check("cuMemGetAllocationPropertiesFromHandle")
+        self._guard.check_open("cuMemGetAllocationPropertiesFromHandle")
         return self._allocations.properties_of(handle)
 
     def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
-        self._guard.check("cuMemAddressReserve")
+        self._guard.check_open("cuMemAddressReserve")
         return self._memory.reserve(size, alignment, hint)
 
     def free_range(self, address: int, size: int) -> None:
-        self._guard.check("cuMemAddressFree")
+        self._guard.check_open("cuMemAddressFree")
         self._memory.free_range(address, size)
 
     def map(self, address: int, size: int, handle: int, offset: int = 0) -> None:
-        self._guard.check("cuMemMap")
+        self._guard.check_open("cuMemMap")
         self._memory.map(address, size, handle, offset)
 
     def unmap(self, address: int, size: int) -> None:
-        self._guard.check("cuMemUnmap")
+        self._guard.check_open("cuMemUnmap")
         self._memory.unmap(address, size)
 
     def set_access(self, address: int, size: int, grants: Grants) -> None:
-        self._guard.check("cuMemSetAccess")
+        self._guard.check_open("cuMemSetAccess")
         self._memory.set_access(address, size, grants)
 
     def get_access(self, address: int, location: Location) -> Access:
-        self._guard.check("cuMemGetAccess")
+        self._guard.check_open("cuMemGetAccess")
         if self._other_range(address):
             return Access.NONE  # what CUDA answers for memory that was never granted to anybody
         return self._memory.get_access(address, location)
@@ -312,98 +312,12 @@ class HostDriver(OptionalCalls):
             self._streams.synchronize_device(call, self._plain.find(address).device)
             self._plain.free(address)
 
-    def copy_to_device(self, address: int, source: int, size: int, stream: int) -> None:
-        call = "cuMemcpyHtoDAsync"
-        self._guard.check(call)
-        self._copies.copy(call, address, source, size, stream, host="source")
-
-    def copy_to_host(self, destination: int, address: int, size: int, stream: int) -> None:
-        call = "cuMemcpyDtoHAsync"
-        self._guard.check(call)
-        self._copies.copy(call, destination, address, size, stream, host="destination")
-
-    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        call = "cuMemcpyDtoDAsync"
-        self._guard.check(call)
-        self._copies.copy(call, destination, source, size, stream)
-
-    def fill(self, address: int, value: int, width: int, count: int, stream: int) -> None:
-        self._guard.check("cuMemsetD8Async")
-        self._copies.fill(address, value, width, count, stream)
-
     # -- memory of other processes --
 
     def export_handle(self, handle: int, kind: HandleType) -> int | bytes:
-        self._guard.check("cuMemExportToShareableHandle")
+        self._guard.check_open("cuMemExportToShareableHandle")
         return self._sharing.export_handle(handle, kind)
 
     def import_handle(self, shareable: int | bytes, kind: HandleType) -> int:
-        self._guard.check("cuMemImportFromShareableHandle")
+        self._guard.check_open("cuMemImportFromShareableHandle")
         return self._sharing.import_handle(shareable, kind)
-
-    # -- streams and events --
-
-    def create_stream(self, nonblocking: bool = True, priority: int = 0) -> int:
-        self._guard.check("cuStreamCreateWithPriority")
-        return self._streams.create(nonblocking, priority)
-
-    def destroy_stream(self, stream: int) -> None:
-        self._guard.check("cuStreamDestroy")
-        self._streams.destroy(stream)
-
-    def synchronize_stream(self, stream: int) -> None:
-        self._guard.check("cuStreamSynchronize")
-        self._streams.synchronize(stream)
-        self._pools.after_wait()
-
-    def stream_done(self, stream: int) -> bool:
-        self._guard.check("cuStreamQuery")
-        return self._streams.done(stream)
-
-    def stream_capturing(self, stream: int) -> bool:
-        call = "cuStreamIsCapturing"
-        self._guard.check(call)
-        self._streams.find(call, stream)
-        return False
-
-    def wait_event(self, stream: int, event: int) -> None:
-        self._guard.check("cuStreamWaitEvent")
-        self._events.wait(stream, event)
-
-    def create_event(self, timing: bool = False) -> int:
-        self._guard.check("cuEventCreate")
-        return self._events.create(timing)
-
-    def destroy_event(self, event: int) -> None:
-        self._guard.check("cuEventDestroy")
-        self._events.destroy(event)
-
-    def record_event(self, event: int, stream: int) -> None:
-        self._guard.check("cuEventRecord")
-        self._events.record(event, stream)
-
-    def synchronize_event(self, event: int) -> None:
-        self._guard.check("cuEventSynchronize")
-        self._events.synchronize(event)
-        self._pools.after_wait()
-
-    def event_done(self, event: int) -> bool:
-        self._guard.check("cuEventQuery")
-        return self._events.done(event)
-
-    def elapsed(self, start: int, end: int) -> float:
-        self._guard.check("cuEventElapsedTime")
-        return self._events.elapsed(start, end)
-
-    # -- kernels --
-
-    def launch(
-        self,
-        function: int | Callable[..., None],
-        config: LaunchConfig,
-        stream: int,
-        arguments: PackedArguments,
-        touches: Sequence[Touched] | None,
-    ) -> None:
-        self._guard.check("cuLaunchKernel")
-        self._launches.launch(function, config, stream, arguments, touches)

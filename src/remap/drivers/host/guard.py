@@ -1,4 +1,4 @@
-"""What makes a driver refuse every call: shut down, lost context, forked process.
+"""What makes a driver refuse calls: shut down, lost context, forked process.
 
 A lost context belongs to the process and not to a driver object, as on CUDA: opening another driver does not bring
 it back (T10). A fork leaves both behind: the child has none of the parent's memory and may open a driver of its own.
@@ -37,6 +37,12 @@ class Guard:
         """Raise what stands against this call, if anything does."""
         if self.refusal is not None:
             raise self.refusal(call)
+
+    def check_open(self, call: str) -> None:
+        """As `check`, for calls that need no context: they go on working when it is lost (seen on H200)."""
+        refusal = self.refusal
+        if refusal is not None and refusal != _process.refuse:
+            raise refusal(call)
 
     def check_faults(self, call: str) -> None:
         """Raise if a kernel has faulted: what every wait and query ends with."""
@@ -80,7 +86,7 @@ class _Process:
                 self.fault = error
 
     def report(self) -> None:
-        """Let every call of every driver fail from now on.
+        """Let every call of every driver that acts in a context fail from now on.
 
         Called by the first wait that ends after the fault, so that which call fails first does not depend on how
         fast the kernel was.

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from remap.drivers.host.guard import context_lost
+
 if TYPE_CHECKING:
     from remap.drivers.host.streams import Stream
 
@@ -35,8 +37,8 @@ class Work:
 
     @property
     def ordered(self) -> bool:
-        """Whether the host knows that this is done."""
-        return self.number <= self.stream.known
+        """Whether the host knows that this is done; once the context is lost, no wait can tell, so its end counts."""
+        return self.number <= self.stream.known or (context_lost() and self.number <= self.stream.completed)
 
     def __str__(self) -> str:
         return f"{self.kind} (work {self.number} of {self.stream})"
