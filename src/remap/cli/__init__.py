@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import click
 
 from remap.cli.demo import demo
+from remap.cli.serve import serve
 from remap.cli.waived import Waived
 from remap.errors import RemapError
 
@@ -34,6 +35,7 @@ def cli(context: click.Context) -> None:
 
 
 cli.add_command(demo)
+cli.add_command(serve)
 
 
 def main() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from remap.drivers import NAMES
+from remap.errors import InvalidValueError
+from remap.sizes import parse_size
 
 
 @click.group(invoke_without_command=True)
@@ -90,3 +92,74 @@ def vector_add(
         plain=plain,
     )
     return 0 if run(request) else 1
+
+
+@demo.command("share")
+@click.option(
+    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+)
+@click.option(
+    "--device", type=int, help="The number of the device that holds the memory; by default the fastest."
+)
+def share(driver: str | None, device: int | None) -> int:
+    """Let two processes look at one buffer, and show what each sees.
+
+    Exits with 0 for PASS, 1 for FAIL or an error, 2 if it is waived, and 64 for misuse.
+    """
+    from remap.cli.share import run
+
+    return 0 if run(driver, device) else 1
+
+
+@demo.command("pause")
+@click.option(
+    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+)
+@click.option("--device", type=int, help="The number of the device; by default the fastest.")
+@click.option("--buffers", type=click.IntRange(min=1), default=4, help="How many buffers; 4 by default.")
+@click.option("--size", default="16MiB", help="The size of each, such as 1GiB; 16MiB by default.")
+@click.option(
+    "--keep",
+    type=click.Choice(("host", "disk", "nothing")),
+    default="host",
+    help="Where the contents are kept; on the host by default.",
+)
+@click.option("--directory", type=_FILE, help="Where the file is written that --keep disk needs.")
+@click.option(
+    "--cycles", type=click.IntRange(min=1), default=2, help="How often to pause and resume; 2 by default."
+)
+@click.option("--keep-host", is_flag=True, help="Keep the host memory between the cycles.")
+def pause(
+    driver: str | None,
+    device: int | None,
+    buffers: int,
+    size: str,
+    keep: str,
+    directory: str | None,
+    cycles: int,
+    keep_host: bool,
+) -> int:
+    """Put buffers to sleep and wake them; check contents and addresses, and show the figures against the link.
+
+    Exits with 0 for PASS, 1 for FAIL or an error, 2 if CUDA was asked for and is not here, and 64 for misuse.
+    """
+    from remap.cli.pause import Request, run
+
+    request = Request(
+        driver=driver,
+        device=device,
+        buffers=buffers,
+        size=_size(size),
+        keep=keep,
+        directory=directory,
+        cycles=cycles,
+        keep_host=keep_host,
+    )
+    return 0 if run(request) else 1
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except InvalidValueError as error:
+        raise click.BadParameter(str(error), param_hint="--size") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import numpy as np
 import remap
 from remap import drivers
 from remap.buffers.plain import allocate_plain
+from remap.cli.choice import choose_driver
 from remap.cli.report import Report, legend
 from remap.cli.vectors import (
     PIECE,
@@ -25,7 +24,7 @@ from remap.cli.vectors import (
     writing,
 )
 from remap.cli.waived import Waived
-from remap.errors import DriverNotFoundError, InvalidValueError
+from remap.errors import InvalidValueError
 from remap.kernels import Kernel, Module, Pointer, load, shipped
 from remap.sizes import format_size
 from remap.spans import Span
@@ -66,7 +65,7 @@ def run(request: Request) -> bool:
     else:
         a, b = RandomVector(request.length, 1), RandomVector(request.length, 2)
     report.say(f"c = a + b for {a.length:,} float32 numbers{' in plain memory' * request.plain}", "bold")
-    _choose_driver(request.driver, report)
+    choose_driver(request.driver, report)
     try:
         with ExitStack() as output:
             writer = None if target is None else output.enter_context(writing(target, a.length))
@@ -79,24 +78,6 @@ def run(request: Request) -> bool:
         drivers.close()  # contexts included
     report.say("PASS" if right else "FAIL", "bold green" if right else "bold red")
     return right
-
-
-def _choose_driver(name: str | None, report: Report) -> None:
-    """Open the driver that was asked for, or the first that opens; say which, and why not the others."""
-    wanted = name or os.environ.get("REMAP_DRIVER") or None
-    attempts: list[tuple[str, str]] = []
-    for candidate in (wanted,) if wanted else drivers.NAMES:
-        try:
-            found = remap.use(candidate)
-        except DriverNotFoundError as error:
-            attempts += error.attempts
-            continue
-        lines = [f"{found.name}: {found.version()}", *(f"{other} not used: {why}" for other, why in attempts)]
-        report.step("driver", lines)
-        return
-    if wanted == "cuda" or sys.platform != "linux":
-        raise Waived("; ".join(f"driver {other}: {why}" for other, why in attempts))
-    raise DriverNotFoundError(tuple(attempts))
 
 
 class _Program:

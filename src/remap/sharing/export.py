@@ -15,8 +15,9 @@ from remap.locations import parse_handle_types
 from remap.ranges import Chunk
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import IDENTITY_BYTES, MOST_CHUNKS, Descriptor, SharedChunk
+from remap.sharing.exported import Exported
 from remap.sharing.importing import ImportedBuffer, check_shares
-from remap.sharing.leases import LIMIT, Exported, lend
+from remap.sharing.leases import LIMIT, lend
 from remap.spans import Span
 from remap.types import Access, AllocationProperties, HandleType, Location, LocationKind
 

@@ -19,7 +19,7 @@ from remap.lifetime import Release, Rollback, Step, drain, queued, undo
 from remap.locations import LocationLike, locations
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
-from remap.sharing.leases import PATIENCE, Exported, receive
+from remap.sharing.exported import PATIENCE, Exported, receive
 from remap.sizes import format_size
 from remap.spans import Chunk
 from remap.types import Access, AllocationProperties, Location, LocationKind

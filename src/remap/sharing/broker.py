@@ -1,0 +1,376 @@
+"""The broker: a small server that keeps named buffers alive by holding their handles alone.
+
+It opens no driver, creates no context and maps nothing, so what kills workers does not touch it, and it needs no GPU.
+It knows who has a buffer open: one writer, or many readers; when a client dies the kernel closes its connection, and
+what it had open counts no longer. What a client has mapped lives on without the broker, too.
+
+One thread, one event loop, and no handler that waits: a client that reads slowly, or sends half of something, holds up
+nobody but itself.
+
+It is not a scheduler, and no memory service for a cluster: it serves one user on one host, and moves no bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+from remap.errors import InUseError, InvalidValueError, RemapError, ShareError
+from remap.sharing.channel import Fds
+from remap.sharing.descriptor import Descriptor
+from remap.sharing.fdstore import FdStore, Kept, restore
+from remap.sharing.named import Client, Lease, Named, Waiting, check_handles, entry
+from remap.sharing.sockets import Listener, private_directory
+from remap.sharing.wire import VERSION, Fields, check_name, encode, error_fields
+from remap.types import Access
+
+MOST_BUFFERS = 10_000
+MOST_CLIENTS = 1_000
+LONGEST_WAIT = 24 * 3600.0
+PAGE = 100
+"""How many buffers one answer lists."""
+
+
+def default_path() -> Path:
+    """Return the path of the broker's socket where none is given: in the private directory of this user."""
+    return private_directory() / "broker"
+
+
+class Broker:
+    """The server: what it keeps, who is connected, and an answer to each kind of request."""
+
+    def __init__(self, path: Path, store: FdStore) -> None:
+        self.path = path
+        self._store = store
+        self._started = time.time()
+        self._buffers: dict[str, Named] = {}
+        self._clients: set[Client] = set()
+        self._serials = 0
+        self._requests = 0
+        self._listener = Listener(path)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._accept)
+
+    def take_up(self, kept: Sequence[Kept], stray: Sequence[str]) -> None:
+        """Keep what an earlier run left with the service manager, and tell that to forget what belongs to nothing."""
+        for one in kept:
+            self._buffers[one.name] = Named(
+                one.key, one.name, one.descriptor, one.descriptor.to_bytes(), one.fds
+            )
+        for name in stray:
+            with suppress(OSError):
+                self._store.tell("FDSTOREREMOVE=1", f"FDNAME={name}")
+
+    def close(self) -> None:
+        """Stop: nobody can connect any more, clients see the end, and what only the broker held is freed."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for client in list(self._clients):
+            self._leave(client)
+        for named in self._buffers.values():
+            named.fds.close()
+        self._buffers.clear()
+
+    # -- connections --
+
+    def _accept(self) -> None:
+        try:
+            channel = self._listener.accept()
+        except OSError:  # out of descriptors: look again when some may have been closed
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(0.1, self._accept_again)
+            return
+        if channel is None:
+            return
+        if len(self._clients) >= MOST_CLIENTS:
+            channel.close()
+            return
+        client = Client(channel)
+        self._clients.add(client)
+        self._loop.add_reader(channel, self._receive, client)
+
+    def _accept_again(self) -> None:
+        if self._listener.listening:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _receive(self, client: Client) -> None:
+        try:
+            found = client.receive()
+            if found is None:
+                return
+            request, fds = found
+            if client.waiting is not None:
+                raise ShareError("a request", rule="an answer to the last one is still due")
+            self._requests += 1
+            with fds:
+                self._answer(client, request, fds)
+        except (OSError, EOFError, ShareError):  # it has gone, does not read, or is none of ours
+            self._leave(client)
+
+    def _answer(self, client: Client, request: Fields, fds: Fds) -> None:
+        handler = self._HANDLERS.get(request.text("op"))
+        try:
+            if handler is None:
+                raise ShareError(
+                    f"the request {request.text('op')[:40]!r}",
+                    rule="this broker does not know it",
+                    next_step="Use the same release of remap at both ends",
+                )
+            handler(self, client, request, fds)
+        except RemapError as error:
+            client.channel.send(encode(error_fields(error)), deadline=None)
+
+    def _leave(self, client: Client) -> None:
+        """Forget a client that has gone, and everything it had open."""
+        if client not in self._clients:
+            return
+        self._clients.remove(client)
+        self._loop.remove_reader(client.channel)
+        client.close()
+        if client.waiting is not None:
+            client.waiting.timer.cancel()
+        for number, lease in list(client.leases.items()):
+            del lease.named.leases[number]
+        freed = {lease.named.name for lease in client.leases.values()}
+        client.leases.clear()
+        for name in freed:
+            self._wake(name)
+
+    # -- requests --
+
+    def _hello(self, client: Client, request: Fields, fds: Fds) -> None:
+        del fds
+        version = request.number("version", 1 << 16)
+        if version != VERSION:
+            raise ShareError(
+                f"a client of version {version:g}",
+                rule=f"this broker speaks version {VERSION}",
+                next_step="Use the same release of remap at both ends",
+            )
+        client.channel.send(encode({"version": VERSION, "process": os.getpid()}), deadline=None)
+
+    def _create(self, client: Client, request: Fields, fds: Fds) -> None:
+        name = check_name(request.text("name"))
+        descriptor = Descriptor.from_bytes(request.blob)
+        check_handles(descriptor, fds)
+        known = self._buffers.get(name)
+        if known is not None and known.descriptor.identity == descriptor.identity:
+            # The same request once more, by a client that did not hear the answer to the first.
+            named = known
+        elif known is not None:
+            raise InUseError(
+                f'a new buffer "{name}"',
+                rule="there is one of that name",
+                next_step="Drop it first, or use another name",
+            )
+        else:
+            if len(self._buffers) >= MOST_BUFFERS:
+                raise ShareError("a new buffer", rule=f"this broker keeps {MOST_BUFFERS} at most")
+            own = Fds()
+            own.take(fds)
+            named = Named(secrets.token_hex(8), name, descriptor, request.blob, own)
+            try:
+                self._store.keep(named.key, name, descriptor, named.fds)
+            except OSError as error:
+                named.fds.close()
+                raise ShareError(
+                    f'a new buffer "{name}"', rule=f"the service manager does not take it: {error}"
+                ) from error
+        lease = self._lease(client, named, Access.READ_WRITE) if request.flag("hold") else 0
+        self._buffers[name] = named
+        client.channel.send(encode({"lease": lease}), deadline=None)
+        self._wake(name)
+
+    def _open(self, client: Client, request: Fields, fds: Fds) -> None:
+        del fds
+        named = self._named(request.text("name"))
+        lease = self._lease(client, named, _access(request))
+        client.channel.send(encode({"lease": lease}, named.data), named.fds.numbers, deadline=None)
+
+    def _claim(self, client: Client, request: Fields, fds: Fds) -> None:
+        """Open again, without handles, what a client had open when the connection or the broker broke."""
+        del fds
+        named = self._named(request.text("name"))
+        if named.descriptor.identity.hex() != request.text("identity"):
+            raise ShareError(f'buffer "{named.name}"', rule="another one has taken its name since")
+        client.channel.send(encode({"lease": self._lease(client, named, _access(request))}), deadline=None)
+
+    def _release(self, client: Client, request: Fields, fds: Fds) -> None:
+        del fds
+        number = int(request.number("lease", 1 << 53))
+        lease = client.leases.pop(number, None)
+        if lease is None:
+            raise ShareError(f"lease {number}", rule="this client does not hold it")
+        del lease.named.leases[number]
+        client.channel.send(b"{}\0", deadline=None)
+        self._wake(lease.named.name)
+
+    def _drop(self, client: Client, request: Fields, fds: Fds) -> None:
+        del fds
+        named = self._named(request.text("name"))
+        if named.leases and not request.flag("force"):
+            named.check_free(Access.READ_WRITE)
+        del self._buffers[named.name]
+        with suppress(
+            OSError
+        ):  # the manager forgets what it does not hear of when the service is gone for good
+            self._store.forget(named.key, len(named.fds))
+        named.fds.close()
+        client.channel.send(b"{}\0", deadline=None)
+
+    def _wait(self, client: Client, request: Fields, fds: Fds) -> None:
+        del fds
+        name, access = check_name(request.text("name")), _access(request, Access.NONE)
+        limit = request.number("timeout", LONGEST_WAIT)
+        if self._ready(name, access):
+            client.channel.send(b"{}\0", deadline=None)
+            return
+        timer = self._loop.call_later(limit, self._give_up, client)
+        client.waiting = Waiting(name, access, timer)
+
+    def _list(self, client: Client, request: Fields, fds: Fds) -> None:
+        del fds
+        after = request.text("after", "")
+        names = sorted(name for name in self._buffers if name > after)
+        entries = [entry(self._buffers[name]) for name in names[:PAGE]]
+        client.channel.send(encode({"buffers": entries, "more": len(names) > PAGE}), deadline=None)
+
+    def _status(self, client: Client, request: Fields, fds: Fds) -> None:
+        del request, fds
+        fields = {
+            "process": os.getpid(),
+            "started": self._started,
+            "path": str(self.path),
+            "clients": len(self._clients),
+            "waiting": sum(one.waiting is not None for one in self._clients),
+            "requests": self._requests,
+            "buffers": len(self._buffers),
+            "bytes": sum(one.descriptor.mapped_size for one in self._buffers.values()),
+            "survives_restart": self._store.present,
+        }
+        client.channel.send(encode(fields), deadline=None)
+
+    _HANDLERS: ClassVar[dict[str, Callable[[Broker, Client, Fields, Fds], None]]] = {
+        "hello": _hello,
+        "create": _create,
+        "open": _open,
+        "claim": _claim,
+        "release": _release,
+        "drop": _drop,
+        "wait": _wait,
+        "list": _list,
+        "status": _status,
+    }
+
+    # -- what they have in common --
+
+    def _named(self, name: str) -> Named:
+        found = self._buffers.get(name)
+        if found is None:
+            raise ShareError(
+                f'buffer "{name[:200]}"',
+                rule="the broker has none of that name",
+                next_step="Create it first, or wait for it with wait=",
+            )
+        return found
+
+    def _lease(self, client: Client, named: Named, access: Access) -> int:
+        named.check_free(access)
+        self._serials += 1
+        lease = Lease(named, access, client)
+        named.leases[self._serials] = client.leases[self._serials] = lease
+        return self._serials
+
+    def _ready(self, name: str, access: Access) -> bool:
+        named = self._buffers.get(name)
+        if named is None:
+            return False
+        with suppress(InUseError):
+            if access.readable:
+                named.check_free(access)
+            return True
+        return False
+
+    def _wake(self, name: str) -> None:
+        """Tell those who wait for a buffer that they can ask for it now."""
+        for client in list(self._clients):
+            waiting = client.waiting
+            if waiting is not None and waiting.name == name and self._ready(name, waiting.access):
+                waiting.timer.cancel()
+                client.waiting = None
+                try:
+                    client.channel.send(b"{}\0", deadline=None)
+                except OSError:
+                    self._leave(client)
+
+    def _give_up(self, client: Client) -> None:
+        waiting, client.waiting = client.waiting, None
+        if waiting is None:
+            return
+        exists = waiting.name in self._buffers
+        error = InUseError(
+            f'buffer "{waiting.name}"',
+            rule="others had it open all the time" if exists else "nobody has created it in time",
+        )
+        try:
+            client.channel.send(encode(error_fields(error)), deadline=None)
+        except OSError:
+            self._leave(client)
+
+
+def serve(
+    path: str | os.PathLike[str] | None = None, *, on_ready: Callable[[Broker], None] | None = None
+) -> None:
+    """Run a broker until SIGTERM or SIGINT; then stop in order, and return.
+
+    `path` is that of its socket, by default one in a private directory of this user. Raises `InUseError` if a live
+    broker serves there, `InvalidValueError` for a path that is too long. `on_ready` is called when clients can connect.
+    Under a service manager with a descriptor store (systemd), a restart keeps every buffer.
+    """
+    kept, stray = restore(os.environ)  # before anything else can take their numbers for its own
+    _raise_limit()
+    asyncio.run(_serve(default_path() if path is None else Path(path), on_ready, kept, stray))
+
+
+async def _serve(
+    path: Path, on_ready: Callable[[Broker], None] | None, kept: Sequence[Kept], stray: Sequence[str]
+) -> None:
+    store = FdStore(os.environ)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    broker = Broker(path, store)
+    try:
+        broker.take_up(kept, stray)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        with suppress(OSError):
+            store.tell("READY=1", f"STATUS=serving at {path}")
+        if on_ready is not None:
+            on_ready(broker)
+        await stop.wait()
+        with suppress(OSError):
+            store.tell("STOPPING=1")
+    finally:
+        broker.close()
+
+
+def _raise_limit() -> None:
+    """Let this process open as many descriptors as it may: it holds one for every chunk."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _access(request: Fields, default: Access | None = None) -> Access:
+    try:
+        return Access.parse(request.text("access", default))
+    except InvalidValueError as error:
+        raise ShareError("a request", rule=error.rule) from None
