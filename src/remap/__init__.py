@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from remap.errors import IllegalAddressError as IllegalAddressError
     from remap.errors import InUseError as InUseError
     from remap.errors import InvalidValueError as InvalidValueError
+    from remap.errors import KernelError as KernelError
     from remap.errors import LaunchError as LaunchError
     from remap.errors import NotPermittedError as NotPermittedError
     from remap.errors import NotSupportedError as NotSupportedError
@@ -60,14 +61,32 @@ if TYPE_CHECKING:
     from remap.locations import Device as Device
     from remap.locations import device as device
     from remap.locations import devices as devices
-    from remap.sharing.exchange import MpiExchange as MpiExchange
+    from remap.residency import ChunkEvent as ChunkEvent
+    from remap.residency import DiskError as DiskError
+    from remap.residency import Group as Group
+    from remap.residency import HostPool as HostPool
+    from remap.residency import Moved as Moved
+    from remap.residency import Waking as Waking
+    from remap.residency import backup as backup
+    from remap.residency import group as group
+    from remap.residency import groups as groups
+    from remap.residency import host_pool as host_pool
+    from remap.residency import migrate as migrate
+    from remap.residency import pause as pause
+    from remap.residency import resume as resume
+    from remap.sharing.broker import serve as serve
+    from remap.sharing.client import BrokerClient as BrokerClient
+    from remap.sharing.client import connect as connect
+    from remap.sharing.events import SharedEvent as SharedEvent
+    from remap.sharing.exchange import Exchange as Exchange
     from remap.sharing.exchange import ProcessExchange as ProcessExchange
     from remap.sharing.exchange import SingleExchange as SingleExchange
-    from remap.sharing.exchange import TorchExchange as TorchExchange
     from remap.sharing.export import export as export
+    from remap.sharing.exported import Exported as Exported
     from remap.sharing.importing import ImportedBuffer as ImportedBuffer
     from remap.sharing.importing import open as open
-    from remap.sharing.leases import Exported as Exported
+    from remap.sharing.ranks import MpiExchange as MpiExchange
+    from remap.sharing.ranks import TorchExchange as TorchExchange
     from remap.sizes import GiB as GiB
     from remap.sizes import KiB as KiB
     from remap.sizes import MiB as MiB
@@ -101,6 +120,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "IllegalAddressError",
         "InUseError",
         "InvalidValueError",
+        "KernelError",
         "LaunchError",
         "NotPermittedError",
         "NotSupportedError",
@@ -123,10 +143,29 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "buffers.shares": ("footprint",),
     "chunks": ("ChunkPool", "chunk_pool"),
     "kernels": ("Image", "Kernel", "Module", "Pointer", "compile", "load", "source"),
-    "sharing.exchange": ("MpiExchange", "ProcessExchange", "SingleExchange", "TorchExchange"),
+    "sharing.broker": ("serve",),
+    "sharing.client": ("BrokerClient", "connect"),
+    "sharing.events": ("SharedEvent",),
+    "sharing.exchange": ("Exchange", "ProcessExchange", "SingleExchange"),
     "sharing.export": ("export",),
+    "sharing.exported": ("Exported",),
     "sharing.importing": ("ImportedBuffer", "open"),
-    "sharing.leases": ("Exported",),
+    "sharing.ranks": ("MpiExchange", "TorchExchange"),
+    "residency": (
+        "ChunkEvent",
+        "DiskError",
+        "Group",
+        "HostPool",
+        "Moved",
+        "Waking",
+        "backup",
+        "group",
+        "groups",
+        "host_pool",
+        "migrate",
+        "pause",
+        "resume",
+    ),
 }
 _NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in names}
 _NAMES["driver"] = ("drivers", "current")
