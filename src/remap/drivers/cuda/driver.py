@@ -11,6 +11,8 @@ from typing import NoReturn
 from remap.drivers.cuda import bindings, capabilities
 from remap.drivers.cuda.callbacks import HostFunctionCalls
 from remap.drivers.cuda.devices import DeviceCalls
+from remap.drivers.cuda.graph_memory import CaptureCalls, GraphMemoryCalls
+from remap.drivers.cuda.graphs import GraphCalls
 from remap.drivers.cuda.managed import ManagedCalls
 from remap.drivers.cuda.memory import MemoryCalls
 from remap.drivers.cuda.pinned import PinnedCalls
@@ -30,11 +32,15 @@ class CudaDriver(
     ManagedCalls,
     HostFunctionCalls,
     SharedEventCalls,
+    GraphCalls,
+    GraphMemoryCalls,
+    CaptureCalls,
 ):
     """The driver of NVIDIA GPUs, through `cuda.bindings.driver`.
 
-    It implements `Driver` and the optional powers of `protocol` and `powers`. Opening raises `RemapError` where the
-    bindings, the library or a device are missing. In a child of `fork` every call raises `ForkedError`.
+    It implements `Driver` and the optional powers of `protocol`, `powers` and `graph_powers`. Opening raises
+    `RemapError` where the bindings, the library or a device are missing. In a child of `fork` every call raises
+    `ForkedError`.
     """
 
     name = "cuda"

@@ -9,6 +9,7 @@ from typing import Any
 from remap.drivers.host import linux
 from remap.drivers.host.addresses import AddressMap
 from remap.drivers.host.contexts import Contexts
+from remap.drivers.host.graph_memory import GraphMemory
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.memory import Memory
 from remap.drivers.host.plain import PlainMemory
@@ -26,12 +27,25 @@ _BLOCK = 1 << 20  # bytes of a pattern that are built up once and then copied on
 class Spans:
     """Finds the memory behind an address range and checks a device's right to it."""
 
-    def __init__(self, memory: Memory, plain: PlainMemory, pools: Pools, reachable: ReachableMemory) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        plain: PlainMemory,
+        pools: Pools,
+        reachable: ReachableMemory,
+        graphs: GraphMemory,
+    ) -> None:
         self._memory = memory
         self._plain = plain
         self._blocks = pools.blocks
         self._reachable = reachable.regions
-        self._others: tuple[AddressMap[Any], ...] = (plain.regions, self._blocks, self._reachable)
+        self._graphs = graphs.regions
+        self._others: tuple[AddressMap[Any], ...] = (
+            plain.regions,
+            self._blocks,
+            self._reachable,
+            self._graphs,
+        )
 
     @property
     def pooled(self) -> bool:
@@ -55,6 +69,7 @@ class Spans:
             region: Region | None = mappings.at(address)
             if region is None and not found:
                 region = self._plain.regions.at(address) or self._reachable.at(address)
+                region = region or self._graphs.at(address)
                 if region is None and (block := self._blocks.at(address)) is not None:
                     region = block
                     if point is not None and (rule := block.refusal(point, end)):
@@ -158,7 +173,7 @@ class Copies:
             if isinstance(found, str):
                 raise _refused(call, "fill", address, size, found)
             pattern = value.to_bytes(width, "little")
-            work = self._streams.submit(stream, "a fill", lambda: _fill(address, pattern, size))
+            work = self._streams.submit(stream, "a fill", lambda: fill(address, pattern, size))
             for region in found:
                 region.record(work, True)
 
@@ -167,7 +182,8 @@ def _first(who: int) -> int:
     return (who & -who).bit_length() - 1
 
 
-def _fill(address: int, pattern: bytes, size: int) -> None:
+def fill(address: int, pattern: bytes, size: int) -> None:
+    """Write a pattern over and over."""
     if pattern == pattern[:1] * len(pattern):
         ctypes.memset(address, pattern[0], size)
         return

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,10 +15,16 @@ from remap.drivers.host import linux
 from remap.drivers.host.allocations import Allocations
 from remap.drivers.host.backing import Files
 from remap.drivers.host.callbacks import HostFunctions
+from remap.drivers.host.capture import Captures
 from remap.drivers.host.contexts import Contexts
 from remap.drivers.host.copies import Copies, Spans
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.events import Events
+from remap.drivers.host.graph_access import GraphAccess
+from remap.drivers.host.graph_calls import GraphCalls
+from remap.drivers.host.graph_launches import Executables
+from remap.drivers.host.graph_memory import GraphMemory
+from remap.drivers.host.graphs import Graphs
 from remap.drivers.host.launch import Launches
 from remap.drivers.host.machine import Machine, Peers, check_options
 from remap.drivers.host.memory import Memory
@@ -31,6 +37,7 @@ from remap.drivers.host.sharing import Sharing
 from remap.drivers.host.streams import Streams
 from remap.drivers.host.stretches import Stretches
 from remap.drivers.host.work import OpaqueWork
+from remap.drivers.host.work_calls import WorkCalls
 from remap.drivers.protocol import LEGACY_STREAM
 from remap.errors import CudaResult, RemapError, driver_error
 from remap.sizes import MiB, Size
@@ -43,18 +50,15 @@ from remap.types import (
     Grants,
     Granularity,
     HandleType,
-    LaunchConfig,
     Location,
     LocationKind,
     MemoryInfo,
-    PackedArguments,
     PointerInfo,
-    Touched,
 )
 
 
-class HostDriver(OptionalCalls):
-    """A driver whose devices are budgets of this machine's memory; implements `Driver` and all of `powers`.
+class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
+    """A driver whose devices are budgets of this machine's memory; implements `Driver`, `powers` and `graph_powers`.
 
     `devices` of them have `memory` bytes each (or one size for each device) and `clock_khz` for their speed. `peers`
     says who reaches whom: `"all"`, `"none"`, or a matrix. Host-located memory has a budget of its own, `host_memory`,
@@ -123,9 +127,16 @@ class HostDriver(OptionalCalls):
         self._pools = Pools(machine, self._streams, stretches)
         self._reachable = ReachableMemory(machine, self._streams, stretches, opaque)
         self._host_functions = HostFunctions(machine, self._streams)
-        spans = Spans(self._memory, self._plain, self._pools, self._reachable)
+        graph_memory = self._graph_memory = GraphMemory(
+            machine, self._devices, self._allocations, self._memory.space, files
+        )
+        spans = Spans(self._memory, self._plain, self._pools, self._reachable, graph_memory)
         self._copies = Copies(machine, self._contexts, self._streams, spans)
         self._launches = Launches(machine, self._devices, self._contexts, self._streams, spans, opaque)
+        access = GraphAccess(machine, spans)
+        graphs = self._graphs = Graphs(machine, self._contexts, self._launches, access, graph_memory)
+        self._executables = Executables(machine, self._streams, spans, opaque, graphs, graph_memory)
+        self._captures = Captures(machine, self._contexts, self._streams, graphs)
 
     @property
     def name(self) -> str:
@@ -147,6 +158,7 @@ class HostDriver(OptionalCalls):
         if self._guard.close():
             self._events.shut_down()
             self._streams.shut_down()
+            self._graph_memory.shut_down()
             self._stretches.shut_down()
             self._memory.shut_down()
             self._files.close_all()
@@ -204,6 +216,8 @@ class HostDriver(OptionalCalls):
     def synchronize_context(self) -> None:
         call = "cuCtxSynchronize"
         self._guard.check(call)
+        if self._captures.active:
+            self._captures.refuse_on_device(call)
         self._streams.synchronize_device(call, self._contexts.device(call))
         self._pools.after_wait()
 
@@ -269,6 +283,7 @@ class HostDriver(OptionalCalls):
             self._plain.address_range(address)
             or self._pools.address_range(address)
             or self._reachable.address_range(address)
+            or self._graph_memory.address_range(address)
         )
 
     def pointer_info(self, address: int) -> PointerInfo:
@@ -279,6 +294,7 @@ class HostDriver(OptionalCalls):
             or self._plain.pointer_info(address)
             or self._pools.pointer_info(address)
             or self._reachable.pointer_info(address)
+            or self._graph_memory.pointer_info(address)
         )
         if found is None:
             raise invalid(call, f"address {address:#x}", "nothing is mapped there")
@@ -295,6 +311,7 @@ class HostDriver(OptionalCalls):
     def allocate(self, size: int) -> int:
         call = "cuMemAlloc"
         self._guard.check(call)
+        self._captures.refuse_unsafe(call)
         return self._plain.allocate(self._contexts.device(call), size)
 
     def free(self, address: int) -> None:
@@ -303,9 +320,13 @@ class HostDriver(OptionalCalls):
         self._contexts.device(call)
         if address == 0:  # as on CUDA
             return
+        self._captures.refuse_unsafe(call)
         if self._pools.owns(address):  # as on CUDA, which takes pool and managed memory, too
             self._streams.synchronize_device(call, self._pools.device_of(address))
             self._pools.free(address, LEGACY_STREAM)
+        elif (device := self._executables.device_of(address)) is not None:
+            self._streams.synchronize_device(call, device)
+            self._executables.free(call, address, None)
         elif self._reachable.owns_managed(address):
             self._reachable.free(call, address, managed=True)
         else:

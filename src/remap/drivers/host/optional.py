@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from remap.drivers.host.callbacks import HostFunctions
+from remap.drivers.host.capture import Captures
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.events import Events
+from remap.drivers.host.graph_launches import Executables
+from remap.drivers.host.graphs import Graphs
 from remap.drivers.host.guard import Guard
 from remap.drivers.host.pools import Pools
 from remap.drivers.host.reachable import ReachableMemory
@@ -18,6 +21,9 @@ class OptionalCalls:
     """The calls of `drivers.powers`: pinned, pool and managed memory, host functions, shared events."""
 
     _guard: Guard
+    _captures: Captures
+    _executables: Executables
+    _graphs: Graphs
     _devices: Devices
     _events: Events
     _pools: Pools
@@ -54,11 +60,19 @@ class OptionalCalls:
         call = "cuMemAllocAsync"
         self._guard.check(call)
         self._devices.require(call, "memory_pools")
+        if self._captures.active and (address := self._captures.allocate(call, size, stream)):
+            return address
         return self._pools.allocate(size, stream)
 
     def pool_free(self, address: int, stream: int) -> None:
-        self._guard.check("cuMemFreeAsync")
-        self._pools.free(address, stream)
+        call = "cuMemFreeAsync"
+        self._guard.check(call)
+        if self._captures.active and self._captures.queue(
+            call, stream, lambda graph, after: self._graphs.add_free(graph, after, address)
+        ):
+            return
+        if not self._executables.free(call, address, stream):  # what a launch of a graph left allocated
+            self._pools.free(address, stream)
 
     def pool_figures(self, device: int) -> PoolFigures:
         self._check_pool("cuMemPoolGetAttribute", device)
@@ -111,7 +125,12 @@ class OptionalCalls:
     # -- host functions and shared events --
 
     def launch_host_function(self, stream: int, function: Callable[[], None]) -> None:
-        self._guard.check("cuLaunchHostFunc")
+        call = "cuLaunchHostFunc"
+        self._guard.check(call)
+        if self._captures.active and self._captures.queue(
+            call, stream, lambda graph, after: self._graphs.add_host(graph, after, function)
+        ):
+            return
         self._host_functions.launch(stream, function)
 
     def create_shared_event(self) -> int:

@@ -1,0 +1,248 @@
+"""Memory that graphs allocate: which of it lives, where its bytes are, and how much there is of it (T15, T16).
+
+An allocation that its own graph frees lives within a run: it appears when the run reaches its node. One that the graph
+leaves allocated lives from the launch until something frees it, and can be copied and handed to kernels like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from remap.drivers.graph_powers import GraphFigures, HighMark
+from remap.drivers.host.addresses import AddressMap
+from remap.drivers.host.allocations import Allocations
+from remap.drivers.host.backing import Files
+from remap.drivers.host.devices import Devices
+from remap.drivers.host.graph_heap import Allocation, Heap
+from remap.drivers.host.graph_pool import GraphPool, Page, Placing
+from remap.drivers.host.machine import Machine
+from remap.drivers.host.refusals import in_use, invalid
+from remap.drivers.host.space import AddressSpace
+from remap.drivers.host.streams import Need
+from remap.drivers.host.work import Clock, Region
+from remap.errors import CudaResult, DriverError, driver_error
+from remap.sizes import format_size
+from remap.types import AddressRange, Location, LocationKind, PointerInfo
+
+
+class GraphRegion(Region):
+    """One live allocation of a graph."""
+
+    __slots__ = ("allocation", "device")
+
+    plain = True  # as plain memory: it ends where it ends, and every device copies it
+
+    def __init__(self, allocation: Allocation, identity: int, born: int) -> None:
+        super().__init__(allocation.address, allocation.size, identity, born)
+        self.allocation = allocation
+        self.device = allocation.heap.device
+        self.readers = self.writers = allocation.readers
+
+
+class GraphMemory:
+    """The graph memory of all devices. The caller holds the table lock, unless a method says otherwise."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        devices: Devices,
+        allocations: Allocations,
+        space: AddressSpace,
+        files: Files,
+    ) -> None:
+        self._machine = machine
+        self._devices = devices
+        self._space = space
+        self._pools = [
+            GraphPool(machine, allocations, files, device) for device in range(machine.options.devices)
+        ]
+        self._heaps: set[Heap] = set()
+        # Users of addresses that go once some work has ended; executables among them leave their memory then.
+        self._leaving: list[tuple[Need | None, Heap, bool]] = []
+        self.regions: AddressMap[GraphRegion] = AddressMap()
+
+    # -- addresses --
+
+    def new_heap(self, device: int) -> Heap:
+        """Return room for the addresses that one graph will have on a device."""
+        heap = Heap(self._space, device, self._machine.options.granularity)
+        self._heaps.add(heap)
+        return heap
+
+    def allocate(self, heap: Heap, before: int, size: int, accessing: Iterable[int]) -> Allocation:
+        """Give an allocation its address; its node has the ancestors `before` (bits)."""
+        call = "cuGraphAddMemAllocNode"
+        if size <= 0:
+            raise invalid(call, f"an allocation of {size} bytes", "sizes are positive")
+        most = self._machine.budget(Location(LocationKind.DEVICE, heap.device)).info().total
+        if size > most:
+            raise driver_error(
+                call,
+                CudaResult.OUT_OF_MEMORY,
+                asked=f"{format_size(size)} of graph memory on device {heap.device}",
+                rule=f"the device has {format_size(most)}",
+                next_step="Allocate less, or open the host driver with more memory",
+            )
+        readers = 1 << heap.device
+        for other in accessing:
+            if other != heap.device and not self._devices.can_access_peer(other, heap.device):
+                rule = f"device {other} does not reach the memory of device {heap.device}"
+                raise invalid(call, f"access for device {other}", rule)
+            readers |= 1 << other
+        return heap.allocate(before, size, readers)
+
+    # -- launches --
+
+    def bind(
+        self,
+        call: str,
+        heaps: Iterable[tuple[Heap, Sequence[Page]]],
+        clock: Clock,
+        renewed: Sequence[GraphRegion],
+    ) -> tuple[list[Placing], list[Placing]]:
+        """Find memory for a launch that comes after `clock`, and that allocates the `renewed` ones anew.
+
+        Return what is to be mapped now, and what when the launch runs. Raises OUT_OF_MEMORY.
+        """
+        self.sweep()
+        now: list[Placing] = []
+        later: list[Placing] = []
+        self._count_holders(renewed, -1)
+        try:
+            for heap, pages in heaps:
+                first, second = self._pools[heap.device].bind(call, pages, clock)
+                now += first
+                later += second
+        except DriverError:
+            self._count_holders(renewed, 1)
+            raise
+        # Those pages may have other blocks now. `let_go` counts down again.
+        self._count_holders(renewed, 1)
+        return now, later
+
+    def _count_holders(self, regions: Sequence[GraphRegion], step: int) -> None:
+        for region in regions:
+            for page in region.allocation.pages:
+                if page.block is not None:
+                    page.block.held += step
+
+    def appear(self, allocation: Allocation) -> GraphRegion:
+        """Let an allocation live: within a run, or from a launch on."""
+        region = GraphRegion(allocation, next(self._machine.handles), self._machine.tick)
+        self.regions.insert(region)
+        return region
+
+    def hold(self, allocation: Allocation) -> GraphRegion:
+        """Let an allocation live that the launch leaves allocated: nobody else gets its memory."""
+        region = self.appear(allocation)
+        self._count_holders([region], 1)
+        allocation.heap.users += 1
+        return region
+
+    def disappear(self, allocation: Allocation) -> None:
+        """End the life of an allocation within a run."""
+        region = self.regions.starting_at(allocation.address)
+        if region is not None:
+            self.regions.remove(region)
+
+    def let_go(self, region: GraphRegion, last: Need | None) -> None:
+        """End the life of an allocation that a launch left; `last` is the work that frees it, None for the host."""
+        self.regions.remove(region)
+        self._count_holders([region], -1)
+        for page in region.allocation.pages:
+            if page.block is not None:
+                page.block.last = last or page.block.last
+        self._leaving.append((last, region.allocation.heap, False))
+        self.sweep()
+
+    def live(self, call: str, address: int) -> GraphRegion:
+        """Return the allocation that begins at an address and that a launch has left allocated."""
+        region = self.regions.starting_at(address)
+        if region is None or region.allocation.freed_by >= 0:
+            rule = "no launch of a graph has left an allocation there"
+            raise invalid(call, f"address {address:#x}", rule)
+        return region
+
+    def check_ordered(self, region: GraphRegion, clock: Clock) -> None:
+        """Raise `InUseError` if work that does not come before `clock` may still use the memory."""
+        for log in (region.writes, region.reads):
+            for work in (log or {}).values():
+                if not work.ordered and work.number > clock.get(work.stream, 0):
+                    raise in_use(f"free the graph memory at {region.base:#x}", work)
+
+    def leave(self, heap: Heap, last: Need | None) -> None:
+        """Let an executable go from its addresses and its memory, once its last run has ended."""
+        self._leaving.append((last, heap, True))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Finish what had to wait for work that may have ended by now."""
+        waiting: list[tuple[Need | None, Heap, bool]] = []
+        for last, heap, whole in self._leaving:
+            if last is not None and last[0].completed < last[1]:
+                waiting.append((last, heap, whole))
+                continue
+            if whole:
+                free = [page for page in heap.pages if page.block is not None and not page.block.held]
+                self._pools[heap.device].unbind(free)
+            self._drop(heap)
+        self._leaving = waiting
+
+    def drop_heap(self, heap: Heap) -> None:
+        """Let a graph go from its addresses."""
+        self._leaving.append((None, heap, False))
+        self.sweep()
+
+    def _drop(self, heap: Heap) -> None:
+        heap.users -= 1
+        if heap.users:
+            return
+        self._pools[heap.device].unbind(heap.pages)
+        for reservation in heap.reservations:
+            self._space.free(reservation, listed=False)
+        self._heaps.discard(heap)
+
+    # -- figures --
+
+    def figures(self, device: int) -> GraphFigures:
+        """Return the graph memory of a device. Takes the lock."""
+        self._devices.check("cuDeviceGetGraphMemAttribute", device)
+        with self._machine.lock:
+            self.sweep()
+            return self._pools[device].figures()
+
+    def set_high(self, device: int, mark: HighMark, value: int) -> None:
+        """Reset a high mark. Takes the lock."""
+        self._devices.check("cuDeviceSetGraphMemAttribute", device)
+        with self._machine.lock:
+            self._pools[device].set_high(mark, value)
+
+    def trim(self, device: int) -> None:
+        """Give back what nothing uses. Takes the lock."""
+        self._devices.check("cuDeviceGraphMemTrim", device)
+        with self._machine.lock:
+            self.sweep()
+            extents = self._pools[device].trim()
+        self._pools[device].give_back(extents)
+
+    def address_range(self, address: int) -> AddressRange | None:
+        """Return the live allocation that holds an address. Takes the lock."""
+        with self._machine.lock:
+            found = self.regions.at(address)
+            return None if found is None else AddressRange(found.base, found.end - found.base)
+
+    def pointer_info(self, address: int) -> PointerInfo | None:
+        """Return what is known of an address. Takes the lock."""
+        with self._machine.lock:
+            found = self.regions.at(address)
+            if found is None:
+                return None
+            return PointerInfo(found.base, found.end - found.base, found.identity, found.device)
+
+    def shut_down(self) -> None:
+        """Give the addresses back; the files are closed by their owner. Takes the lock."""
+        with self._machine.lock:
+            for heap in list(self._heaps):
+                for reservation in heap.reservations:
+                    self._space.free(reservation, listed=False)
+            self._heaps.clear()
