@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from remap.buffers.elastic import ElasticBuffer as ElasticBuffer
     from remap.buffers.ring import RingBuffer as RingBuffer
     from remap.buffers.shares import footprint as footprint
-    from remap.chunks import ChunkPool as ChunkPool
-    from remap.chunks import chunk_pool as chunk_pool
+    from remap.chunks.pool import ChunkPool as ChunkPool
+    from remap.chunks.pool import chunk_pool as chunk_pool
     from remap.drivers import current
     from remap.drivers import use as use
     from remap.errors import AccessError as AccessError
@@ -141,7 +141,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "buffers.elastic": ("ElasticBuffer",),
     "buffers.ring": ("RingBuffer",),
     "buffers.shares": ("footprint",),
-    "chunks": ("ChunkPool", "chunk_pool"),
+    "chunks.pool": ("ChunkPool", "chunk_pool"),
     "kernels": ("Image", "Kernel", "Module", "Pointer", "compile", "load", "source"),
     "sharing.broker": ("serve",),
     "sharing.client": ("BrokerClient", "connect"),

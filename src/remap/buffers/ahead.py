@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
-from remap.chunks import ChunkSizes, Supply
+from remap.chunks.sizes import ChunkSizes
+from remap.chunks.supply import Supply
 from remap.errors import RemapError
 from remap.handles import reclaimers
 from remap.lifetime import undo
@@ -163,7 +164,7 @@ class Ahead:
 
     def _map(self, chunk: Chunk) -> None:
         driver, supply = self._driver, self._supply
-        handle = supply.take(chunk.location, chunk.size, background=True)
+        handle = supply.take(chunk, background=True)
         try:
             try:
                 driver.map(chunk.address, chunk.size, handle)

@@ -11,7 +11,8 @@ from remap.buffers.base import POISON
 from remap.buffers.growth import Change, GrowingBuffer
 from remap.buffers.placement import place
 from remap.buffers.shares import alias, read_only, separate
-from remap.chunks import ChunkLike, ChunkPool, parse_chunk
+from remap.chunks.pool import ChunkPool
+from remap.chunks.sizes import ChunkLike, parse_chunk
 from remap.errors import AccessError, InUseError, InvalidValueError
 from remap.handles import parse_alignment
 from remap.lifetime import Description, Rollback, drain, epoch, queued, undo
@@ -94,13 +95,14 @@ class ElasticBuffer(GrowingBuffer):
 
     # -- growing and shrinking --
 
-    def resize(self, size: Size, *, after: After = Known.STREAMS) -> Change:
+    def resize(self, size: Size, *, after: After = Known.STREAMS, detach: bool = False) -> Change:
         """Commit the first `size` bytes, give everything behind them back, and say what that changed.
 
         Growing waits for nothing. Giving chunks back waits for the work that may use them (see `close` for `after=`).
-        Raises `InvalidValueError` beyond the capacity, `OutOfMemoryError`, `PausedError`, and `InUseError` while
-        another change goes on, or while something uses a buffer that has to give chunks back. After a failure
-        everything is as it was.
+        Where other processes hold the memory it needs `detach=True`: they keep what they have. Raises
+        `InvalidValueError` beyond the capacity, `OutOfMemoryError`, `PausedError`, and `InUseError` while another
+        change goes on, or while something uses a buffer that has to give chunks back. After a failure everything is
+        as it was.
         """
         number = size if type(size) is int else parse_size(size)
         with self._driver.lock:
@@ -116,9 +118,9 @@ class ElasticBuffer(GrowingBuffer):
             ):
                 self._size = stops[0] = number
                 return _NOTHING
-        return self._resize(number, after)
+        return self._resize(number, after, detach)
 
-    def _resize(self, size: int, after: After) -> Change:
+    def _resize(self, size: int, after: After, detach: bool) -> Change:
         self._check_bounds("resize", 0, size)
         with self._change("resized"):
             grown, waiting = size > self._size, self._ahead is not None and self._ahead.bytes
@@ -126,7 +128,7 @@ class ElasticBuffer(GrowingBuffer):
             first, last = self._index(size), len(self._chunks)
             kept, gone = (0, size), (size, self.capacity)
             if first < last or (waiting and not grown):
-                given_back = self._give_back(first, last, after, new, kept, gone)
+                given_back = self._give_back(first, last, after, detach, new, kept, gone)
             else:
                 given_back = _NOTHING
                 self._settle(new, kept, gone)
@@ -147,7 +149,9 @@ class ElasticBuffer(GrowingBuffer):
             self._prepare_more()
         return self._done(new, _NOTHING)
 
-    def decommit(self, start: Size, stop: Size, *, after: After = Known.STREAMS) -> Change:
+    def decommit(
+        self, start: Size, stop: Size, *, after: After = Known.STREAMS, detach: bool = False
+    ) -> Change:
         """Give the bytes from `start` up to `stop` back, and say what that freed.
 
         Only chunks with no committed byte left are unmapped; their contents are lost. Waits, and raises, as `resize`
@@ -158,7 +162,7 @@ class ElasticBuffer(GrowingBuffer):
         with self._change("decommitted"):
             one, other = self._left_alone(first, last)
             if one < other:
-                given_back = self._give_back(one, other, after, [], _NO_BYTES, (first, last))
+                given_back = self._give_back(one, other, after, detach, [], _NO_BYTES, (first, last))
             else:
                 given_back = _NOTHING
                 self._settle([], _NO_BYTES, (first, last))
@@ -203,7 +207,7 @@ class ElasticBuffer(GrowingBuffer):
             self.capacity,
             self._sizes,
             alignment=self._alignment,
-            supply=self._supply,
+            pools=self._supply.pools,
             ahead=self._margin,
         )
         twin._rights, twin._poison = self._rights, self._poison
@@ -346,11 +350,11 @@ class ElasticBuffer(GrowingBuffer):
                     ctypes.memset(self._address + one, POISON, other - one)
 
     def _give_back(
-        self, first: int, last: int, after: After, new: list[Chunk], kept: Part, gone: Part
+        self, first: int, last: int, after: After, detach: bool, new: list[Chunk], kept: Part, gone: Part
     ) -> Change:
         """Unmap the chunks of two indices, and `_settle` with that; after a failure `new` is unmapped, and no other."""
         try:
-            with self._excluding("shrunk"):
+            with self._excluding("shrunk", detach=detach):
                 given_back = self._unmap(first, last, "shrunk", after)
                 with self._driver.lock:
                     self._forget(first, last)

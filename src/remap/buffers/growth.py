@@ -7,24 +7,25 @@ those who asked.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from remap.buffers.ahead import Ahead, next_place
 from remap.buffers.base import Buffer
+from remap.buffers.changes import ChangingBuffer
 from remap.buffers.extents import Extents
 from remap.buffers.placement import Placement
-from remap.buffers.shares import Share, leave
-from remap.chunks import ChunkPool, ChunkSizes, Supply, find_pool
-from remap.errors import InUseError, OutOfAddressSpaceError, OutOfMemoryError
+from remap.buffers.shares import Left, leave
+from remap.chunks.pool import ChunkPool, pools_of
+from remap.chunks.sizes import ChunkSizes
+from remap.chunks.supply import Supply
+from remap.errors import OutOfAddressSpaceError, OutOfMemoryError
 from remap.handles import reserve_range
 from remap.lifetime import Release, Rollback, Step, undo
-from remap.locations import device
 from remap.sizes import format_size, round_up
 from remap.spans import Chunk
-from remap.streams import After, Known, wait_after
+from remap.streams import After
 from remap.types import Grants, Location
 
 
@@ -52,17 +53,14 @@ class Hole(NamedTuple):
     before: int
 
 
-class GrowingBuffer(Buffer):
+class GrowingBuffer(ChangingBuffer):
     """A reservation of which parts are committed, and the chunks that back them, in address order.
 
     Every byte that is committed lies in a chunk. `_front` is the offset up to which chunks follow each other from the
-    first byte on; it is what makes growing at the end cheap. One change at a time: `_changing` says which, and the
-    second one raises `InUseError`. Growing leaves everything else alone, so uses go on beside it; what unmaps excludes
-    them as well.
+    first byte on; it is what makes growing at the end cheap.
     """
 
     capacity: int = 0
-    _changing: str = ""
     _front: int = 0
     _ahead: Ahead | None = None
 
@@ -75,7 +73,7 @@ class GrowingBuffer(Buffer):
         *,
         alignment: int = 0,
         pool: ChunkPool | None = None,
-        supply: Supply | None = None,
+        pools: Mapping[Location, ChunkPool] | None = None,
         ahead: int = 0,
     ) -> None:
         super(Buffer, self).__init__(driver)
@@ -87,8 +85,10 @@ class GrowingBuffer(Buffer):
         self.properties = placement.properties[0]
         self._sizes = sizes
         self._extents = Extents()
-        self._shares: dict[int, Share] = {}  # by the chunk's address
-        self._supply = supply or self._supply_of(driver, pool)
+        self._shares = {}
+        self._supply = Supply(
+            driver, self.properties, pools_of(driver, self._places, pool) if pools is None else pools
+        )
         self._margin = ahead
         self._alignment = alignment
         if capacity:
@@ -110,81 +110,6 @@ class GrowingBuffer(Buffer):
         self._granted = grants
         if self._ahead is not None:
             self._ahead.grants = grants
-
-    def _supply_of(self, driver: Any, pool: ChunkPool | None) -> Supply:
-        pools = {place: find_pool(driver, place) for place in self._places}
-        if pool is not None:
-            pools[pool.location] = pool
-        return Supply(
-            driver, self.properties, {place: one for place, one in pools.items() if one is not None}
-        )
-
-    # -- one change at a time --
-
-    @contextmanager
-    def _change(self, doing: str) -> Generator[None]:
-        """Exclude other changes for a block; `doing` is a past participle. Uses go on."""
-        asked = f"{self.kind} {self.serial} to be {doing}"
-        with self._driver.lock:
-            self._check()
-            if self._changing or self._taken:
-                raise InUseError(
-                    asked,
-                    rule=f"it is being {self._changing or self._taken} by another thread",
-                    next_step="Let that end first",
-                )
-            self._check_backed(asked)
-            self._changing = doing
-        try:
-            yield
-        finally:
-            with self._driver.lock:
-                self._changing = ""
-
-    @contextmanager
-    def _taking(self, doing: str) -> Generator[None]:
-        """Exclude changes and uses for a block of another room that takes the memory away, or gives it back."""
-        with self._driver.lock:
-            self._check()
-            self._check_unchanging(doing)
-            if self._shares:
-                raise InUseError(
-                    f"{self.describe()} to be {doing}",
-                    rule=f"{len(self._shares)} of its chunks are shared with forks, which would keep the memory",
-                    next_step="Call make_private() first, or close the forks",
-                )
-            self._changing = doing
-        try:
-            with super()._taking(doing):
-                yield
-        finally:
-            with self._driver.lock:
-                self._changing = ""
-
-    @contextmanager
-    def _excluding(self, doing: str) -> Generator[None]:
-        """Exclude uses, and arrays of other libraries, for a part of a change."""
-        with self._driver.lock:
-            self._check()
-            self._check_free(doing, self._exports)
-            self._taken = doing
-        try:
-            yield
-        finally:
-            with self._driver.lock:
-                self._taken = ""
-
-    def _check_unchanging(self, doing: str) -> None:
-        if self._changing:
-            raise InUseError(
-                f"{self.describe()} to be {doing}",
-                rule=f"it is being {self._changing} by another thread",
-                next_step="Let that end first",
-            )
-
-    def _check_closable(self) -> None:
-        self._check_unchanging("closed")
-        super()._check_closable()
 
     # -- growing --
 
@@ -260,8 +185,8 @@ class GrowingBuffer(Buffer):
                 place = self._place_before(hole.start, new)
                 for size in sizes:
                     place = next_place(self._places, place)
-                    handle = supply.take(place, size)
                     chunk = Chunk(at, size, place)
+                    handle = supply.take(chunk)
                     try:
                         driver.map(at, size, handle)
                     except BaseException as error:
@@ -345,15 +270,6 @@ class GrowingBuffer(Buffer):
         pooled = self._supply.unmap(start, doomed[-1].address + doomed[-1].size - start, own)
         return Change(0, sum([chunk.size for chunk in own]) + waiting - pooled, pooled)
 
-    def _wait(self, doing: str, after: After) -> None:
-        """Wait for the work that may still use the memory, or for what the caller names."""
-        asked = f"{self.kind} {self.serial} to be {doing}"
-        if isinstance(after, Known):
-            self._wait_for_work(asked)
-        else:
-            users = self.accessing
-            wait_after(after, users[0] if users else device(), asked)
-
     def _sole(self, chunk: Chunk) -> bool:
         """Tell whether a chunk is mapped here and nowhere else."""
         share = self._shares.get(chunk.address)
@@ -367,14 +283,18 @@ class GrowingBuffer(Buffer):
         self._front = min(self._front, doomed[0].address - self._address)
         del self._chunks[first:last]
         if self._shares:
-            left = self._leaving(doomed)
+            leave(self._leaving(doomed), self._driver.lock)
             for chunk in doomed:
                 self._shares.pop(chunk.address, None)
-            leave(self._supply, left, self._driver.lock)
+                self._supply.lent.pop(chunk.address, None)
 
-    def _leaving(self, chunks: Sequence[Chunk]) -> list[tuple[Share, Chunk, bool]]:
-        found = [(self._shares.get(chunk.address), chunk) for chunk in chunks]
-        return [(share, chunk, share.users == 1) for share, chunk in found if share is not None]
+    def _leaving(self, chunks: Sequence[Chunk]) -> list[Left]:
+        shares, lent = self._shares, self._supply.lent
+        return [
+            Left(shares[at], size, lent.get(at), shares[at].users == 1)
+            for at, size, _ in chunks
+            if at in shares
+        ]
 
     # -- for residency, and for closing --
 
@@ -389,9 +309,13 @@ class GrowingBuffer(Buffer):
                 self._driver.unmap(self._address, self._reserved)
         self._supply.lose(self._chunks)
 
+    def _changed(self) -> None:
+        self._supply.moved(self._chunks)
+        super()._changed()
+
     def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
         super()._map_chunks(chunks, rollback)
-        self._supply.found(chunks)
+        self._supply.gained(chunks)
         rollback.undo(self._supply.lose, chunks)
 
     def _detach(self) -> Release:
@@ -401,7 +325,7 @@ class GrowingBuffer(Buffer):
         own = [chunk for chunk in backed if self._sole(chunk)] if self._shares else backed
         steps: list[Step] = [
             (_unmap_all, (self._supply, self._address, self._reserved, own, self._ahead)),
-            (leave, (self._supply, self._leaving(backed) if self._shares else [], self._driver.lock)),
+            (leave, (self._leaving(backed) if self._shares else [], self._driver.lock)),
             (self._driver.free_range, (self._address, self._reserved)),
         ]
         return Release(0, steps, self._wait_on_close())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remap.buffers.base import Buffer, runs
-from remap.chunks import Supply, release_all
+from remap.chunks.pool import ChunkPool, release_all
 from remap.handles import reserve_range
 from remap.lifetime import Rollback, undo
 from remap.spans import Chunk
@@ -28,17 +28,26 @@ class Share:
         self.users = 1
 
 
-def leave(
-    supply: Supply, left: Iterable[tuple[Share, Chunk, bool]], lock: AbstractContextManager[Any]
-) -> None:
-    """Count one user less of each chunk that was unmapped; the flag says that it was known to be the last one."""
-    lost: list[Chunk] = []
+class Left(NamedTuple):
+    """A shared chunk that one buffer has unmapped: the pool that counts it; whether it was known to be the last one."""
+
+    share: Share
+    size: int
+    pool: ChunkPool | None
+    last: bool
+
+
+def leave(all_left: Iterable[Left], lock: AbstractContextManager[Any]) -> None:
+    """Count one user less of each."""
+    lost: list[Left] = []
     with lock:
-        for share, chunk, last in left:
-            share.users -= 1
-            if not share.users and not last:  # another one left at the same time
-                lost.append(chunk)
-    supply.lose(lost)
+        for left in all_left:
+            left.share.users -= 1
+            if not left.share.users and not left.last:  # another one left at the same time
+                lost.append(left)
+    for left in lost:
+        if left.pool is not None:
+            left.pool.lose(left.size)
 
 
 def read_only(grants: Grants) -> Grants:
@@ -80,6 +89,8 @@ def alias(source: GrowingBuffer, child: GrowingBuffer) -> None:
             share = source._shares[chunk.address]
             share.users += 1
             child._shares[copy.address] = share
+            if chunk.address in source._supply.lent:
+                child._supply.lent[copy.address] = source._supply.lent[chunk.address]
         child._chunks = copies
         child._front = source._front
         child._extents = source._extents.copy()
@@ -94,21 +105,26 @@ def separate(buffer: GrowingBuffer, chunks: Sequence[Chunk]) -> None:
     the copies in place.
     """
     driver, supply = buffer._driver, buffer._supply
+    lent = {chunk.address: supply.lent.pop(chunk.address, None) for chunk in chunks}
     handles: list[int] = []
     try:
         for chunk in chunks:
-            handles.append(supply.take(chunk.location, chunk.size))  # noqa: PERF401 (it may fail half-way)
+            handles.append(supply.take(chunk))  # noqa: PERF401 (it may fail half-way)
         _copy(buffer, chunks, handles)
         with buffer._excluding("made private"):
             buffer._wait("made private", Known.STREAMS)
             old = _put(buffer, chunks, handles)
             with driver.lock:
-                left = [(buffer._shares.pop(chunk.address), chunk, False) for chunk in chunks]
+                left = [
+                    Left(buffer._shares.pop(chunk.address), chunk.size, lent[chunk.address], False)
+                    for chunk in chunks
+                ]
     except BaseException as error:
         supply.lose(chunks[: len(handles)])
+        supply.lent.update({address: pool for address, pool in lent.items() if pool is not None})
         undo(error, release_all, driver, handles)
         raise
-    leave(supply, left, driver.lock)
+    leave(left, driver.lock)
     release_all(driver, [*old, *handles])
 
 

@@ -1,95 +1,23 @@
-"""Chunks: how large the physical allocations of a growing buffer are, and pools that keep them for the next one.
+"""Chunk pools: physical allocations that are kept for the next buffer, by those who say how much to keep.
 
-Granting access costs about 32 µs for each mapping, whatever its size up to 64 MiB, so a buffer that grows in small
-steps maps larger chunks than it is asked for (`ChunkSizes`). Creating and releasing memory costs as much again; a
-`ChunkPool` saves both, for those who say how much it may keep.
+Creating and releasing memory costs as much as mapping it; what a pool keeps saves both.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 from remap import drivers
-from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
-from remap.handles import create_handle, reclaimers
-from remap.lifetime import Description, Release, Resource, drain, queued, undo
+from remap.errors import CudaResult, RemapError, driver_error
+from remap.handles import reclaimers
+from remap.lifetime import Description, Release, Resource, drain, queued
 from remap.locations import LocationLike, device, location
-from remap.ranges import Chunk
-from remap.sizes import MiB, Size, check_aligned, format_size, parse_size
+from remap.sizes import Size, format_size, parse_size
 from remap.types import AllocationProperties, Location
-
-ChunkLike: TypeAlias = Size | Literal["exact", "geometric"]
-"""What is taken as `chunk=`: a size, "exact" or "geometric"."""
-
-LARGEST_CHUNK = 64 * MiB  # beyond it, mapping costs more per chunk and no less per byte
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSizes:
-    """How a range is cut into chunks. Made by `parse_chunk`.
-
-    "exact" takes one chunk for each request. "fixed" takes chunks of `unit` bytes, which begin at multiples of it.
-    "geometric" takes what was asked for or a quarter of what is mapped in front of it, whichever is more, from one
-    granule up to `largest`: growing in small steps then maps rarely, and takes at most a quarter too much.
-    """
-
-    kind: Literal["exact", "fixed", "geometric"]
-    unit: int
-    largest: int
-
-    def cut(self, start: int, stop: int, room: int, before: int, *, tight: bool = False) -> list[int]:
-        """Return the sizes of chunks that lie one after the other from `start` on, and cover the bytes up to `stop`.
-
-        They end at `room` at the latest; `before` bytes are mapped right in front. `tight` takes no more than needed.
-        """
-        if self.kind == "exact":
-            return [stop - start]
-        sizes: list[int] = []
-        at = start
-        while at < stop:
-            size = self.unit
-            if self.kind == "geometric":
-                size = max(_power_below(before // 4), _power_below(stop - at))
-                size = max(min(size, self.largest) // self.unit * self.unit, self.unit)
-            size = min(size, (stop if tight and self.kind == "geometric" else room) - at)
-            sizes.append(size)
-            at += size
-            before += size
-        return sizes
-
-    def next(self, at: int, room: int, before: int) -> int:
-        """Return the size of the next chunk where nothing in particular was asked for."""
-        if self.kind == "exact":
-            return min(self.largest, room - at)
-        return self.cut(at, min(at + self.unit, room), room, before)[0]
-
-
-def parse_chunk(chunk: ChunkLike | None, granule: int, *, shareable: bool = False) -> ChunkSizes:
-    """Return what `chunk=` means; raises `AlignmentError` for a size that is no multiple of the granule.
-
-    None is "geometric", or "exact" for shareable memory, where each chunk costs its importers a handle.
-    """
-    if chunk is None:
-        chunk = "exact" if shareable else "geometric"
-    largest = max(LARGEST_CHUNK // granule * granule, granule)
-    if chunk == "exact":
-        return ChunkSizes("exact", granule, largest)
-    if chunk == "geometric":
-        return ChunkSizes("geometric", granule, largest)
-    size = parse_size(chunk, "chunk")
-    if size == 0:
-        raise InvalidValueError(
-            "chunk 0", rule='it is "exact", "geometric" or a size of one granule and more'
-        )
-    return ChunkSizes("fixed", check_aligned(size, granule, "chunk"), largest)
-
-
-def _power_below(number: int) -> int:
-    return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +151,7 @@ class ChunkPool(Resource):
         self._used_peak = max(self._used_peak, self._used)
         self._reserved_peak = max(self._reserved_peak, self._used + self._kept_bytes)
 
-    def lent(self, size: int) -> None:
+    def gain(self, size: int) -> None:
         """Count memory that a buffer got in another way: when it was resumed, say."""
         with self._lock:
             self._count(size)
@@ -233,14 +161,14 @@ class ChunkPool(Resource):
         with self._lock:
             self._used -= size
 
-    def wants(self, size: int) -> bool:
-        """Tell whether an allocation of this size would be kept."""
-        return self._open and self._kept_bytes + size <= self.limit
+    @property
+    def room(self) -> int:
+        """How many more bytes it would keep."""
+        return self.limit - self._kept_bytes if self._open else 0
 
     def give(self, properties: AllocationProperties, size: int, handle: int) -> bool:
-        """Take an allocation back that is mapped nowhere any more; return False if it was released and not kept."""
+        """Keep an allocation that is mapped nowhere any more; return False if it was released instead."""
         with self._lock:
-            self._used -= size
             if self._open and self._kept_bytes + size <= self.limit:
                 self._kept.setdefault((properties, size), []).append(handle)
                 self._kept_bytes += size
@@ -302,81 +230,14 @@ def find_pool(driver: Any, place: Location) -> ChunkPool | None:
     return pool if pool is not None and pool._open and pool._driver is driver else None
 
 
-class Supply:
-    """Where the chunks of one buffer come from, and where they go: the driver, or pools by location.
-
-    `properties` is what they are asked to be, whatever their location.
-    """
-
-    __slots__ = ("_by_location", "driver", "pools", "properties")
-
-    def __init__(
-        self, driver: Any, properties: AllocationProperties, pools: Mapping[Location, ChunkPool]
-    ) -> None:
-        self.driver = driver
-        self.properties = properties
-        self.pools = pools
-        self._by_location = {properties.location: properties}
-
-    def at(self, place: Location) -> AllocationProperties:
-        """Return what memory on a location is asked to be."""
-        found = self._by_location.get(place)
-        if found is None:
-            one = self.properties
-            found = AllocationProperties(place, one.handle_types, one.compressible, one.rdma)
-            self._by_location[place] = found
-        return found
-
-    def take(self, place: Location, size: int, *, background: bool = False) -> int:
-        """Return a handle; in the background what runs out is not taken from others."""
-        create = _create_quietly if background else create_handle
-        pool = self.pools.get(place)
-        if pool is None:
-            return create(self.driver, size, self.at(place))
-        return pool.lend(self.at(place), size, create)
-
-    def lose(self, chunks: Iterable[Chunk]) -> None:
-        """Count chunks that went back to the driver."""
-        if self.pools:
-            for chunk in chunks:
-                if chunk.location in self.pools:
-                    self.pools[chunk.location].lose(chunk.size)
-
-    def found(self, chunks: Iterable[Chunk]) -> None:
-        """Count chunks that came from the driver."""
-        if self.pools:
-            for chunk in chunks:
-                if chunk.location in self.pools:
-                    self.pools[chunk.location].lent(chunk.size)
-
-    def unmap(self, address: int, size: int, chunks: Sequence[Chunk]) -> int:
-        """Unmap a range; of its `chunks`, which are mapped nowhere else, return the bytes that pools keep.
-
-        After a failure everything is mapped as it was.
-        """
-        if not self.pools:
-            self.driver.unmap(address, size)
-            return 0
-        kept: dict[int, int] = {}  # index: handle
-        try:
-            room = {place: pool.limit - pool._kept_bytes for place, pool in self.pools.items()}
-            for index, chunk in enumerate(chunks):
-                if room.get(chunk.location, 0) >= chunk.size and self.pools[chunk.location].wants(chunk.size):
-                    room[chunk.location] -= chunk.size
-                    kept[index] = self.driver.retain(chunk.address)
-            self.driver.unmap(address, size)
-        except BaseException as error:
-            undo(error, release_all, self.driver, list(kept.values()))
-            raise
-        pooled = 0
-        for index, chunk in enumerate(chunks):
-            if index in kept:
-                pooled += chunk.size * self.pools[chunk.location].give(
-                    self.at(chunk.location), chunk.size, kept[index]
-                )
-            elif chunk.location in self.pools:
-                self.pools[chunk.location].lose(chunk.size)
-        return pooled
+def pools_of(
+    driver: Any, places: Iterable[Location], own: ChunkPool | None = None
+) -> Mapping[Location, ChunkPool]:
+    """Return the pools that there are for locations; `own` comes before the one that all share."""
+    found = {place: find_pool(driver, place) for place in places}
+    if own is not None:
+        found[own.location] = own
+    return {place: pool for place, pool in found.items() if pool is not None}
 
 
 def release_all(driver: Any, handles: Iterable[int]) -> None:
@@ -389,11 +250,6 @@ def release_all(driver: Any, handles: Iterable[int]) -> None:
             first = first or error
     if first is not None:
         raise first
-
-
-def _create_quietly(driver: Any, size: int, properties: AllocationProperties) -> int:
-    handle: int = driver.create(size, properties)
-    return handle
 
 
 def _trim_pools(driver: Any, place: Location) -> int:

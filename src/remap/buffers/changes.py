@@ -1,0 +1,111 @@
+"""Changes: what a buffer that grows and shrinks excludes while it does, and what goes on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from remap.buffers.base import Buffer
+from remap.buffers.shares import Share
+from remap.errors import InUseError
+from remap.locations import device
+from remap.streams import After, Known, wait_after
+
+
+class ChangingBuffer(Buffer):
+    """A buffer whose chunks come and go while others use it.
+
+    One change at a time: `_changing` says which, and the second one raises `InUseError`. What only adds memory leaves
+    everything else alone, so uses go on beside it; what takes memory or rights away excludes them as well. `_shares`
+    are the chunks that other buffers have mapped, too, by address.
+    """
+
+    _changing: str = ""
+    _shares: dict[int, Share]
+
+    @contextmanager
+    def _change(self, doing: str) -> Generator[None]:
+        """Exclude other changes for a block; `doing` is a past participle. Uses go on."""
+        asked = f"{self.kind} {self.serial} to be {doing}"
+        with self._driver.lock:
+            self._check()
+            if self._changing or self._taken:
+                raise InUseError(
+                    asked,
+                    rule=f"it is being {self._changing or self._taken} by another thread",
+                    next_step="Let that end first",
+                )
+            self._check_backed(asked)
+            self._changing = doing
+        try:
+            yield
+        finally:
+            with self._driver.lock:
+                self._changing = ""
+
+    @contextmanager
+    def _taking(self, doing: str) -> Generator[None]:
+        """Exclude changes and uses for a block of another room that takes the memory away, or gives it back."""
+        with self._driver.lock:
+            self._check()
+            self._check_unchanging(doing)
+            if self._shares:
+                raise InUseError(
+                    f"{self.describe()} to be {doing}",
+                    rule=f"{len(self._shares)} of its chunks are shared with forks, which would keep the memory",
+                    next_step="Call make_private() first, or close the forks",
+                )
+            self._changing = doing
+        try:
+            with super()._taking(doing):
+                yield
+        finally:
+            with self._driver.lock:
+                self._changing = ""
+
+    @contextmanager
+    def _excluding(self, doing: str, *, detach: bool = False) -> Generator[None]:
+        """Exclude uses, and arrays of other libraries, for a part of a change that takes memory or rights away."""
+        asked = f"{self.kind} {self.serial} to be {doing}"
+        with self._driver.lock:
+            self._check()
+            self._check_free(doing, self._exports)
+            if self._arriving is not None:
+                raise InUseError(
+                    asked,
+                    rule="its contents are still arriving",
+                    next_step="Close what remap.resume returned",
+                )
+            if self._shared and not detach:
+                raise InUseError(
+                    asked,
+                    rule="other processes hold its memory, and would go on using it",
+                    next_step="Pass detach=True if they may",
+                )
+            self._taken = doing
+        try:
+            yield
+        finally:
+            with self._driver.lock:
+                self._taken = ""
+
+    def _check_unchanging(self, doing: str) -> None:
+        if self._changing:
+            raise InUseError(
+                f"{self.describe()} to be {doing}",
+                rule=f"it is being {self._changing} by another thread",
+                next_step="Let that end first",
+            )
+
+    def _check_closable(self) -> None:
+        self._check_unchanging("closed")
+        super()._check_closable()
+
+    def _wait(self, doing: str, after: After) -> None:
+        """Wait for the work that may still use the memory, or for what the caller names."""
+        asked = f"{self.kind} {self.serial} to be {doing}"
+        if isinstance(after, Known):
+            self._wait_for_work(asked)
+        else:
+            users = self.accessing
+            wait_after(after, users[0] if users else device(), asked)

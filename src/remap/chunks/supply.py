@@ -1,0 +1,111 @@
+"""Supply: where the chunks of one buffer come from, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from remap.chunks.pool import ChunkPool, release_all
+from remap.handles import create_handle
+from remap.lifetime import undo
+from remap.ranges import Chunk
+from remap.types import AllocationProperties, Location
+
+
+class Supply:
+    """Where the chunks of one buffer come from, and where they go: the driver, or pools by location.
+
+    `properties` is what they are asked to be, whatever their location. `lent` tells which pool counts the chunk at an
+    address as used.
+    """
+
+    __slots__ = ("_by_location", "driver", "lent", "pools", "properties")
+
+    def __init__(
+        self, driver: Any, properties: AllocationProperties, pools: Mapping[Location, ChunkPool]
+    ) -> None:
+        self.driver = driver
+        self.properties = properties
+        self.pools = pools
+        self.lent: dict[int, ChunkPool] = {}
+        self._by_location = {properties.location: properties}
+
+    def at(self, place: Location) -> AllocationProperties:
+        """Return what memory on a location is asked to be."""
+        found = self._by_location.get(place)
+        if found is None:
+            one = self.properties
+            found = AllocationProperties(place, one.handle_types, one.compressible, one.rdma)
+            self._by_location[place] = found
+        return found
+
+    def take(self, chunk: Chunk, *, background: bool = False) -> int:
+        """Return a handle for a chunk; in the background what runs out is not taken from others."""
+        create = _create_quietly if background else create_handle
+        properties = self.at(chunk.location)
+        pool = self.pools.get(chunk.location)
+        if pool is None:
+            return create(self.driver, chunk.size, properties)
+        handle = pool.lend(properties, chunk.size, create)
+        self.lent[chunk.address] = pool
+        return handle
+
+    def lose(self, chunks: Iterable[Chunk]) -> None:
+        """Count chunks that went back to the driver."""
+        if self.lent:
+            for chunk in chunks:
+                pool = self.lent.pop(chunk.address, None)
+                if pool is not None:
+                    pool.lose(chunk.size)
+
+    def gained(self, chunks: Iterable[Chunk]) -> None:
+        """Count chunks that came from the driver by another way: when the buffer was resumed."""
+        if self.pools:
+            for chunk in chunks:
+                pool = self.pools.get(chunk.location)
+                if pool is not None:
+                    pool.gain(chunk.size)
+                    self.lent[chunk.address] = pool
+
+    def moved(self, chunks: Iterable[Chunk]) -> None:
+        """Count chunks that have come to another location."""
+        if self.lent:
+            there = [
+                chunk
+                for chunk in chunks
+                if chunk.address in self.lent and self.lent[chunk.address].location != chunk.location
+            ]
+            self.lose(there)
+            self.gained(there)
+
+    def unmap(self, address: int, size: int, chunks: Sequence[Chunk]) -> int:
+        """Unmap a range; of its `chunks`, which are mapped nowhere else, return the bytes that pools keep.
+
+        After a failure everything is mapped as it was.
+        """
+        if not self.pools:
+            self.driver.unmap(address, size)
+            return 0
+        kept: list[tuple[Chunk, int]] = []
+        room = {place: pool.room for place, pool in self.pools.items()}
+        try:
+            for chunk in chunks:
+                if room.get(chunk.location, 0) >= chunk.size:
+                    room[chunk.location] -= chunk.size
+                    kept.append((chunk, self.driver.retain(chunk.address)))
+            self.driver.unmap(address, size)
+        except BaseException as error:
+            undo(error, release_all, self.driver, [handle for _, handle in kept])
+            raise
+        self.lose(chunks)
+        pooled = 0
+        for chunk, handle in kept:
+            pooled += chunk.size * self.pools[chunk.location].give(
+                self.at(chunk.location), chunk.size, handle
+            )
+        return pooled
+
+
+def _create_quietly(driver: Any, size: int, properties: AllocationProperties) -> int:
+    handle: int = driver.create(size, properties)
+    return handle
