@@ -13,7 +13,7 @@ import pytest
 
 import remap
 from remap import drivers
-from remap.drivers import protocol
+from remap.drivers import graph_powers, powers, protocol
 from remap.drivers.protocol import Driver, SupportsModules, SupportsSharing
 from remap.drivers.wrappers import CUDA_FUNCTIONS, Faulty, Recording
 from remap.errors import CudaResult, DriverError, InvalidValueError, OutOfAddressSpaceError, context_lost
@@ -147,7 +147,8 @@ def test_the_functions_exist() -> None:
     """The names of CUDA functions belong to methods of the protocols."""
     documented = {
         name
-        for _, kind in inspect.getmembers(protocol, inspect.isclass)
+        for module in (protocol, powers, graph_powers)
+        for _, kind in inspect.getmembers(module, inspect.isclass)
         for name, _ in inspect.getmembers(kind, inspect.isfunction)
     }
     assert CUDA_FUNCTIONS.keys() <= documented
