@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from remap.drivers.protocol import SupportsModules
 from remap.errors import LaunchError, RemapError
@@ -18,12 +18,26 @@ from remap.types import Access, Dim3, LaunchConfig, Location, Touched
 
 if TYPE_CHECKING:
     from remap.kernels.module import Module
+    from remap.locations import Device
 
 Extent: TypeAlias = int | Sequence[int]
 """What is taken as a grid or a block: one to three extents."""
 
 _NONE = Access.NONE
 _KEPT = 256  # configurations that one kernel remembers as checked
+
+
+class Prepared(NamedTuple):
+    """A launch that was checked, for a graph that makes it later, any number of times.
+
+    `packed` is given back once a node has taken the bytes over; `module` must stay open while it can be made.
+    """
+
+    function: Any
+    config: LaunchConfig
+    packed: Arguments
+    touches: list[Touched] | None
+    module: Module
 
 
 class Kernel:
@@ -100,6 +114,32 @@ class Kernel:
                 self._launch(self._function, config, queue, packed, None)
             finally:
                 packed.give_back()
+
+    def _prepare(
+        self, arguments: tuple[Any, ...], grid: Extent, block: Extent, shared: Size, at: Device
+    ) -> Prepared:
+        """Check a launch on a device as `launch` does, and return what a graph needs to make it later."""
+        module = self.module
+        module._check()
+        if at != module.device:
+            raise LaunchError(
+                f"{self._asked} in a graph of {at}",
+                rule=f"its module is loaded on {module.device}",
+                next_step="Load it on that device too: remap.load(…, device=…)",
+            )
+        config = self._check(_extents("grid", grid), _extents("block", block), shared)
+        if self._function is None:
+            packed = self._packer.values(arguments)
+            function = self._twin or self._no_twin()
+        else:
+            packed, function = self._packer.pack(arguments), self._function
+        try:
+            self._begin_uses(packed.spans, at.location)
+            self._end_uses(packed.spans, None)
+        except BaseException:
+            packed.give_back()
+            raise
+        return Prepared(function, config, packed, _touches(packed, at.location), module)
 
     def _launch(
         self,
