@@ -106,11 +106,11 @@ class ObjectRules:
         assert not issubclass(OutOfAddressSpaceError, OutOfMemoryError)
 
     def test_T3_hint(self, bench: Bench) -> None:
-        """A hint at free addresses is honoured; one at occupied addresses silently gives another address."""
-        whole = bench.driver.reserve(64 * bench.granule)
-        bench.driver.free_range(whole, 64 * bench.granule)
-        wanted = whole + 32 * bench.granule
-        assert bench.reserve(hint=wanted) == wanted
+        """A hint behind a reservation is honoured; one at occupied addresses silently gives another address.
+
+        A hint elsewhere, even into a range that was just freed, may be passed over (seen on H200).
+        """
+        wanted = bench.adjacent(2, bench.size)[1]
         other = bench.reserve(hint=wanted)
         assert other not in range(wanted - bench.size + 1, wanted + bench.size)
 
@@ -179,11 +179,9 @@ class ObjectRules:
     def test_T5_map_outside_a_reservation(self, bench: Bench) -> None:
         """A mapping that leaves reserved space, or starts outside it, is refused."""
         size = bench.size
-        whole = bench.driver.reserve(4 * size)
-        bench.driver.free_range(whole, 4 * size)
-        address, handle = bench.reserve(hint=whole), bench.create()
-        assert address == whole
-        for where in (address + size // 2, address + 2 * size):
+        address, handle = bench.reserve(), bench.create()
+        # Far behind it: CUDA takes space for reserved that it holds itself near a range (seen on H200).
+        for where in (address + size // 2, address + 64 * GiB):
             with refused(INVALID_VALUE):
                 bench.driver.map(where, size, handle)
         bench.driver.map(address, size, handle)
