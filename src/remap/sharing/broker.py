@@ -28,20 +28,14 @@ from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.fdstore import FdStore, Kept, restore
 from remap.sharing.named import Client, Lease, Named, Waiting, check_handles, entry
-from remap.sharing.sockets import Listener, private_directory
-from remap.sharing.wire import VERSION, Fields, check_name, encode, error_fields
+from remap.sharing.sockets import Listener, broker_path
+from remap.sharing.wire import LONGEST_WAIT, VERSION, Fields, check_name, encode, error_fields
 from remap.types import Access
 
 MOST_BUFFERS = 10_000
 MOST_CLIENTS = 1_000
-LONGEST_WAIT = 24 * 3600.0
 PAGE = 100
 """How many buffers one answer lists."""
-
-
-def default_path() -> Path:
-    """Return the path of the broker's socket where none is given: in the private directory of this user."""
-    return private_directory() / "broker"
 
 
 class Broker:
@@ -337,7 +331,7 @@ def serve(
     """
     kept, stray = restore(os.environ)  # before anything else can take their numbers for its own
     _raise_limit()
-    asyncio.run(_serve(default_path() if path is None else Path(path), on_ready, kept, stray))
+    asyncio.run(_serve(broker_path() if path is None else Path(path), on_ready, kept, stray))
 
 
 async def _serve(

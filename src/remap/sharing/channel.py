@@ -175,7 +175,7 @@ class Channel:
         while True:
             try:
                 packet, beside, flags, _ = self._socket.recvmsg(
-                    _COUNT.size + LARGEST_MESSAGE, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
+                    _COUNT.size + LARGEST_MESSAGE, _ANCILLARY, _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
@@ -186,7 +186,7 @@ class Channel:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 for number in array.array("i", data[: len(data) - len(data) % _INT]):
                     fds.add(number)
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & _CUT_OFF:
             fds.close()
             rule = "it was longer than any message, or this process may open no more descriptors (ulimit -n)"
             raise ShareError("a message that was cut off", rule=rule)
@@ -230,6 +230,10 @@ class Channel:
         """Close it."""
         self.close()
 
+
+# As plain numbers: the enumeration's own operators take as long as receiving.
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_CUT_OFF = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 
 # Room for more than one batch, so that a peer that sends more is found out by their number and not cut off.
 _ANCILLARY = socket.CMSG_SPACE(256 * _INT)

@@ -16,14 +16,14 @@ from remap.buffers.base import allocate
 from remap.errors import ClosedError, ForkedError, InUseError, RemapError, RemapWarning, ShareError
 from remap.lifetime import epoch
 from remap.locations import LocationLike
-from remap.sharing.broker import LONGEST_WAIT, default_path
 from remap.sharing.channel import Channel, Fds
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.export import export
 from remap.sharing.exported import PATIENCE
 from remap.sharing.importing import ImportedBuffer, import_memory
+from remap.sharing.sockets import broker_path
 from remap.sharing.sockets import connect as connect_channel
-from remap.sharing.wire import VERSION, Fields, check_name, encode
+from remap.sharing.wire import LONGEST_WAIT, VERSION, Fields, check_name, encode
 from remap.sizes import Size
 from remap.spans import Span
 from remap.types import Access, HandleType
@@ -391,7 +391,7 @@ def connect(path: str | os.PathLike[str] | None = None, *, timeout: float = PATI
 
     Raises `ShareError` if there is none, or it belongs to another user.
     """
-    where = default_path() if path is None else Path(path)
+    where = broker_path() if path is None else Path(path)
     try:
         return BrokerClient(where, timeout)
     except ShareError as error:

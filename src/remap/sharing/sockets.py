@@ -127,6 +127,11 @@ def private_directory() -> Path:
     return path
 
 
+def broker_path() -> Path:
+    """Return the path of a broker's socket where none is given: in the private directory of this user."""
+    return private_directory() / "broker"
+
+
 def remove_stale(directory: Path) -> int:
     """Remove the sockets whose owners have died from a directory, and return how many those were."""
     removed = 0

@@ -17,6 +17,11 @@ VERSION = 1
 
 LONGEST_NAME = 200
 
+LONGEST_WAIT = 24 * 3600.0
+"""How many seconds a client may wait for a buffer."""
+
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
 _ERRORS: dict[str, type[RemapError]] = {
     kind.__name__: kind for kind in (AccessError, DescriptorError, InUseError, InvalidValueError, ShareError)
 }
@@ -24,7 +29,7 @@ _ERRORS: dict[str, type[RemapError]] = {
 
 def encode(fields: Mapping[str, Any], blob: bytes = b"") -> bytes:
     """Return a message."""
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\0" + blob
+    return _JSON.encode(fields).encode() + b"\0" + blob
 
 
 class Fields:
