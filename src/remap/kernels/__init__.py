@@ -7,11 +7,35 @@ from pathlib import Path
 from remap.errors import InvalidValueError
 from remap.kernels.compile import compile
 from remap.kernels.image import Entry, Image, ImageKind, Parameter, ParameterType, source
+from remap.kernels.index import (
+    DisjointSlice,
+    Slice,
+    alias_fence,
+    atomic_add,
+    atomic_cas,
+    atomic_exchange,
+    atomic_max,
+    atomic_min,
+    barrier,
+    block,
+    block_size,
+    dynamic_shared,
+    fma,
+    grid_size,
+    index_1d,
+    index_2d,
+    shared_array,
+    thread,
+    unchecked,
+    warp_index,
+)
 from remap.kernels.launch import Kernel
 from remap.kernels.module import Module, load
+from remap.kernels.python import PythonKernel, kernel
 from remap.kernels.twin import Pointer
 
 __all__ = [
+    "DisjointSlice",
     "Entry",
     "Image",
     "ImageKind",
@@ -20,10 +44,31 @@ __all__ = [
     "Parameter",
     "ParameterType",
     "Pointer",
+    "PythonKernel",
+    "Slice",
+    "alias_fence",
+    "atomic_add",
+    "atomic_cas",
+    "atomic_exchange",
+    "atomic_max",
+    "atomic_min",
+    "barrier",
+    "block",
+    "block_size",
     "compile",
+    "dynamic_shared",
+    "fma",
+    "grid_size",
+    "index_1d",
+    "index_2d",
+    "kernel",
     "load",
+    "shared_array",
     "shipped",
     "source",
+    "thread",
+    "unchecked",
+    "warp_index",
 ]
 
 

@@ -1,0 +1,321 @@
+"""Calls inside of a kernel: conversions, mathematics, what `remap.kernels.index` has, and device functions."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from remap.errors import CompileError
+from remap.kernels import ir
+from remap.kernels.elements import Elements
+from remap.kernels.expressions import ElementOf, Expressions, element_type
+from remap.kernels.index import INTRINSICS
+from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
+from remap.kernels.reading import MISSING, Source, scalar_of
+
+_EXACT: dict[Any, str] = {
+    math.sqrt: "sqrt",
+    np.sqrt: "sqrt",
+    math.fabs: "abs",
+    np.abs: "abs",
+    np.fabs: "abs",
+    math.floor: "floor",
+    np.floor: "floor",
+    math.ceil: "ceil",
+    np.ceil: "ceil",
+    math.trunc: "trunc",
+    np.trunc: "trunc",
+    np.rint: "rint",
+    math.isnan: "isnan",
+    np.isnan: "isnan",
+}
+"""Functions whose result is the one nearest to the true one, so that every machine gives the same bits."""
+
+_CLOSE: dict[Any, str] = {
+    getattr(module, name): name
+    for name in ("exp", "exp2", "log", "log2", "log10", "sin", "cos", "tan", "tanh")
+    for module in (math, np)
+    if hasattr(module, name)
+}
+"""Functions that differ in the last bits from one library to another."""
+
+_WHOLE = (math.floor, math.ceil, math.trunc)  # Python's give an int
+
+
+class TypesFunction(Protocol):
+    """What types a device function; `statements` gives it, which stands above."""
+
+    def __call__(self, typer: Expressions, name: str, line: int) -> ir.Function:
+        """Return the typed function."""
+        ...
+
+
+class Calls(Elements):
+    """Types calls."""
+
+    def make_function(self, source: Source, parameters: dict[str, Type], name: str) -> ir.Function:
+        """Return a device function, typed."""
+        raise NotImplementedError
+
+    def call(self, node: ast.Call) -> ir.Expr | ElementOf:
+        """Return a call, typed."""
+        if isinstance(node.func, ast.Attribute):
+            root: ast.expr = node.func
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if not (isinstance(root, ast.Name) and not self.is_local(root.id)):
+                return self.method(node, node.func)
+        path = ast.unparse(node.func)
+        target = self.source.at(path) if isinstance(node.func, (ast.Name, ast.Attribute)) else MISSING
+        if isinstance(node.func, ast.Name) and self.is_local(node.func.id):
+            raise self.error(node, path, "a local name cannot be called")
+        if target is MISSING:
+            raise self.error(node, path, "there is nothing of this name to call")
+        return self.called(node, path, target)
+
+    def called(self, node: ast.Call, path: str, target: Any) -> ir.Expr:
+        """Return a call of something outside of the kernel."""
+        try:
+            intrinsic = INTRINSICS.get(target)
+            function = _EXACT.get(target) or _CLOSE.get(target)
+        except TypeError:  # it has no hash
+            intrinsic = function = None
+        if intrinsic is not None:
+            return self.intrinsic(node, intrinsic)
+        if node.keywords:
+            raise self.error(node, path, "only positional arguments are taken here")
+        scalar = scalar_of(target)
+        if scalar is not None:
+            (argument,) = self.counted(node, path, 1)
+            return self.convert(argument, scalar)
+        if isinstance(target, type) and issubclass(target, np.generic):
+            raise self.error(node, path, "a kernel computes with booleans, integers, float32 and float64")
+        if function is not None:
+            return self.mathematics(node, path, function, target)
+        if target is len:
+            return ir.Extent(INT, node.lineno, self.array(node.args[0]), 0)
+        if target is builtins.abs:
+            return self.mathematics(node, path, "abs", target)
+        if target in (min, max):
+            return self.extremum(node, path)
+        if isinstance(target, types.FunctionType):
+            return self.device_function(node, path, target)
+        raise self.error(
+            node,
+            f"{path}()",
+            "a kernel cannot call it",
+            "It takes functions written in Python, and those of docs/kernels.md",
+        )
+
+    def counted(self, node: ast.Call, path: str, count: int) -> list[ir.Expr]:
+        """Return the arguments of a call as numbers; there have to be `count`."""
+        if len(node.args) != count or node.keywords or any(isinstance(one, ast.Starred) for one in node.args):
+            raise self.error(
+                node, ast.unparse(node), f"{path} takes {count} argument{'s' * (count != 1)} here"
+            )
+        return [self.number(one) for one in node.args]
+
+    def convert(self, value: ir.Expr, to: Scalar) -> ir.Expr:
+        """Return a number converted because the source says so: a number that does not fit is cut as NumPy does."""
+        if isinstance(value, ir.Const) and to.dtype.kind in "iu" and isinstance(value.value, int):
+            self.check_fits(value, to)
+        return self.cast(value, to)
+
+    def mathematics(self, node: ast.Call, path: str, name: str, target: Any) -> ir.Expr:
+        """Return a function of one number."""
+        (value,) = self.counted(node, path, 1)
+        assert isinstance(value.type, Scalar)
+        kind = value.type
+        if name == "abs" and kind.dtype.kind in "iu" and target is not math.fabs:
+            return ir.Op(kind, node.lineno, "abs", (value,)) if kind.dtype.kind == "i" else value
+        if kind.dtype.kind != "f":
+            kind = FLOAT if kind.weak else Scalar(np.dtype(np.float64))
+        found = ir.Op(kind, node.lineno, name, (self.cast(value, kind),))
+        if name == "isnan":
+            found.type = BOOL
+        return self.cast(found, INT) if target in _WHOLE else found
+
+    def extremum(self, node: ast.Call, path: str) -> ir.Expr:
+        """Return `min` or `max` as Python has them: the first, unless a later one is smaller (or larger)."""
+        if len(node.args) < 2 or node.keywords:
+            raise self.error(node, ast.unparse(node), f"{path} takes two numbers or more here")
+        values = [self.number(one) for one in node.args]
+        kind = values[0].type
+        for one in values[1:]:
+            assert isinstance(kind, Scalar)
+            assert isinstance(one.type, Scalar)
+            kind = promote(kind, one.type) if kind != one.type else kind
+        found = self.cast(values[0], kind)
+        for one in values[1:]:
+            found = ir.Op(kind, node.lineno, path.rsplit(".", maxsplit=1)[-1], (found, self.cast(one, kind)))
+        return found
+
+    # -- what only kernels have --
+
+    def method(self, node: ast.Call, function: ast.Attribute) -> ir.Expr:
+        """Return `x.get(i)` or `x.get(i, default)`."""
+        array = self.array(function.value)
+        kind = array.type
+        assert isinstance(kind, Array)
+        what = ast.unparse(node)
+        if function.attr == "get_mut_indexed":
+            raise self.error(node, what, "it gives two things", "Write: element, i = out.get_mut_indexed()")
+        if function.attr != "get" or kind.kind not in ("slice", "disjoint"):
+            raise self.error(node, what, f"a {kind} has no method {function.attr}")
+        if node.keywords or not 1 <= len(node.args) <= 1 + kind.ndim:
+            raise self.error(node, what, "get takes the index and, if there is to be one, a default")
+        nodes = list(node.args)
+        default: ir.Expr | None = None
+        to = element_type(array)
+        first = self.value(nodes[0])
+        own = isinstance(first.type, ir.Witness)
+        count = 1 if own or kind.kind == "disjoint" else kind.ndim
+        if len(nodes) > count:
+            if isinstance(to, Record):
+                raise self.error(node, what, "a structure has no default")
+            default = self.cast(self.number(nodes[-1]), to)
+        elif isinstance(to, Scalar):
+            default = ir.Const(to, node.lineno, to.dtype.type(0).item())
+        indices = self.checked_indices(node, array, nodes[:count], "read")
+        return ir.Load(to, node.lineno, array, indices, default)
+
+    def intrinsic(self, node: ast.Call, name: str) -> ir.Expr:
+        """Return what one of the functions of `remap.kernels.index` gives."""
+        line = node.lineno
+        if name.startswith(("index_", "warp_")):
+            return self.make_index(node, name)
+        if name.startswith("atomic_"):
+            return self.atomic(node, name.removeprefix("atomic_"))
+        if name == "fma":
+            values = self.counted(node, name, 3)
+            kind = values[0].type
+            for one in values[1:]:
+                assert isinstance(kind, Scalar)
+                assert isinstance(one.type, Scalar)
+                kind = promote(kind, one.type) if kind != one.type else kind
+            assert isinstance(kind, Scalar)
+            if kind.dtype.kind != "f":
+                kind = FLOAT
+            return ir.Op(kind, line, "fma", tuple(self.cast(one, kind) for one in values))
+        if name == "unchecked":
+            array = self.array(node.args[0]) if len(node.args) == 1 else None
+            if array is None or not isinstance(array.type, Array) or array.type.kind != "disjoint":
+                raise self.error(node, ast.unparse(node), "unchecked takes one DisjointSlice")
+            self.shared.unchecked.add(array.name)
+            return ir.Var(Array("unchecked", array.type.dtype, array.type.ndim), line, array.name)
+        rule = "it is a statement of its own, or stands alone on the right of ="
+        raise self.error(node, ast.unparse(node), rule)
+
+    def make_index(self, node: ast.Call, name: str) -> ir.Expr:
+        """Return the thread's own index."""
+        what = ast.unparse(node)
+        if not self.is_kernel:
+            raise self.error(
+                node, what, "an index belongs to the kernel and cannot be made in a device function"
+            )
+        options = {one.arg: one.value for one in node.keywords}
+        if name != "index_2d":
+            if node.args or options:
+                raise self.error(node, what, "an index cannot be made from a number: it takes no argument")
+            kind = "1d" if name == "index_1d" else "warp"
+            self.shared.kinds.add(kind)
+            return ir.MakeIndex(ir.Witness(Space(kind)), node.lineno)
+        self.shared.kinds.add("2d")
+        if set(options) == {"stride"} and not node.args:
+            stride = self.constant(options["stride"], "stride")
+            if not isinstance(stride, int) or not 0 < stride < 1 << 31:
+                raise self.error(node, what, "a stride is a whole number from 1 to 2**31 - 1")
+            return ir.MakeIndex(ir.Witness(Space("2d", stride=stride)), node.lineno)
+        if len(node.args) + len(options) != 1 or not set(options) <= {"width"}:
+            raise self.error(node, what, "it takes stride=, a constant, or a width")
+        width = node.args[0] if node.args else options["width"]
+        value = self.number(width)
+        if (
+            not isinstance(value.type, Scalar)
+            or value.type.dtype.kind not in "iu"
+            or not self.is_uniform(width)
+        ):
+            rule = "the width has to be the same for all threads: a parameter that nothing is assigned to, a captured value, or an array's extent such as x.shape[1]"
+            raise self.error(node, what, rule)
+        space = Space("width", width=ast.unparse(width))
+        return ir.MakeIndex(ir.Witness(space), node.lineno, self.cast(value, INT))
+
+    def is_uniform(self, node: ast.expr) -> bool:
+        """Tell whether an expression has one value for the whole launch."""
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Constant):
+            return True
+        return isinstance(root, ast.Name) and root.id not in self.source.locals
+
+    def atomic(self, node: ast.Call, name: str) -> ir.Expr:
+        """Return an atomic operation."""
+        what, wanted = ast.unparse(node), 4 if name == "cas" else 3
+        if len(node.args) != wanted or node.keywords:
+            raise self.error(
+                node, what, f"it takes an array, an index and {wanted - 2} value{'s' * (wanted > 3)}"
+            )
+        array = self.array(node.args[0])
+        kind = array.type
+        assert isinstance(kind, Array)
+        if kind.kind == "slice":
+            raise self.error(node, what, "a Slice is read only", "Annotate it as remap.DisjointSlice")
+        dtype = kind.dtype
+        if dtype.fields is not None or dtype.kind == "b" or dtype.itemsize < 4:
+            raise self.error(node, what, f"atomics take 4 and 8 bytes, and the elements are {dtype}")
+        position = node.args[1]
+        nodes = position.elts if isinstance(position, ast.Tuple) else [position]
+        if kind.kind == "disjoint":
+            self.shared.unchecked.add(array.name)
+            array = ir.Var(Array("unchecked", dtype, kind.ndim), array.line, array.name)
+        indices = self.checked_indices(node, array, list(nodes), "change")
+        operands = tuple(self.cast(self.number(one), Scalar(dtype)) for one in node.args[2:])
+        return self.temporary(
+            Scalar(dtype), node.lineno, ir.Atomic(Scalar(dtype), node.lineno, name, array, indices, operands)
+        )
+
+    def device_function(self, node: ast.Call, path: str, target: Callable[..., Any]) -> ir.Expr:
+        """Return a call of a Python function, which is compiled for the types of its arguments."""
+        source = Source(target, "device function")
+        if any(isinstance(one, ast.Starred) for one in node.args) or len(node.args) != len(source.parameters):
+            raise self.error(node, ast.unparse(node), f"{path} takes {len(source.parameters)} arguments")
+        arguments: list[ir.Expr] = []
+        for one in node.args:
+            found = self.expression(one)
+            if isinstance(found, ElementOf) or isinstance(found.type, ir.Witness):
+                rule = "the thread's index and its element stay in the kernel"
+                raise self.error(one, ast.unparse(node), rule, "Pass int(i), or the value of the element")
+            if isinstance(found.type, Array) and found.type.kind == "disjoint":
+                raise self.error(
+                    one, ast.unparse(node), "a DisjointSlice stays in the kernel, as its index does"
+                )
+            arguments.append(found)
+        key = (target, tuple(one.type for one in arguments))
+        if target in self.shared.stack:
+            raise self.error(node, path, "a function of a kernel cannot call itself, however indirectly")
+        function = self.shared.functions.get(key)
+        if function is None:
+            self.shared.stack.append(target)
+            try:
+                types_ = {name: one.type for name, one in zip(source.parameters, arguments, strict=True)}
+                function = self.make_function(source, types_, f"f{len(self.shared.functions)}_{source.name}")
+            except CompileError as error:
+                error.add_note(f"called from {self.source.file}:{node.lineno}")
+                raise
+            finally:
+                self.shared.stack.pop()
+            self.shared.functions[key] = function
+        found = ir.Call(function.result or BOOL, node.lineno, function, tuple(arguments))
+        if function.result is None:
+            self.out.append(ir.Evaluate(node.lineno, found))
+            return ir.Const(BOOL, node.lineno, False)
+        return self.temporary(found.type, node.lineno, found)

@@ -1,0 +1,119 @@
+"""Elements of arrays: which index each array takes, and what has to be known when a kernel is compiled."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import numpy as np
+
+from remap.kernels import ir
+from remap.kernels.expressions import ElementOf, Expressions, element_type
+from remap.kernels.ir import INT, Array, Scalar, Witness
+
+
+class Elements(Expressions):
+    """Types what has an index."""
+
+    def subscript(self, node: ast.Subscript) -> ir.Expr:
+        """Return an element of an array, or an extent of one (`x.shape[0]`)."""
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
+            array = self.array(node.value.value)
+            axis = self.constant(node.slice, "an axis")
+            assert isinstance(array.type, Array)
+            if not isinstance(axis, int) or not 0 <= axis < array.type.ndim:
+                rule = f"the array has {array.type.ndim} dimensions, numbered from 0"
+                raise self.error(node, ast.unparse(node), rule)
+            return ir.Extent(INT, node.lineno, array, axis)
+        array = self.array(node.value)
+        indices = self.indices(node, array, "read")
+        return ir.Load(element_type(array), node.lineno, array, indices)
+
+    def array(self, node: ast.expr) -> ir.Var:
+        """Return an expression that is an array."""
+        found = self.expression(node)
+        if isinstance(found, ElementOf) or not isinstance(found.type, Array) or not isinstance(found, ir.Var):
+            rule = f"an array is wanted, and this is a {'element' if isinstance(found, ElementOf) else found.type}"
+            raise self.error(node, ast.unparse(node), rule)
+        return found
+
+    def indices(self, node: ast.Subscript, array: ir.Var, verb: str) -> tuple[ir.Expr, ...]:
+        """Return the index of an element: a witness, or a number for each axis; refuse what that array does not take."""
+        nodes = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        return self.checked_indices(node, array, nodes, verb)
+
+    def checked_indices(
+        self, node: ast.AST, array: ir.Var, nodes: list[ast.expr], verb: str
+    ) -> tuple[ir.Expr, ...]:
+        """Return indices from their nodes, as `indices` does."""
+        kind, what = array.type, ast.unparse(node)
+        assert isinstance(kind, Array)
+        found = [self.value(one) for one in nodes]
+        if len(found) == 1 and isinstance(found[0].type, Witness) and kind.kind in ("slice", "disjoint"):
+            if kind.kind == "disjoint":
+                self.enter_space(node, array, found[0].type.space)
+            return (found[0],)
+        if kind.kind == "disjoint":
+            rule = "a DisjointSlice takes the thread's own index, so that no two threads can meet; a number is none"
+            raise self.error(
+                node, what, rule, "Use remap.index_1d() or index_2d(…), or remap.unchecked(out) to promise it"
+            )
+        if len(found) != kind.ndim:
+            rule = f"the array has {kind.ndim} dimensions, and this has {len(found)} indices"
+            raise self.error(node, what, rule)
+        numbers: list[ir.Expr] = []
+        for one, index in zip(nodes, found, strict=True):
+            number = self.as_number(index, one)
+            assert isinstance(number.type, Scalar)
+            if number.type.dtype.kind not in "iu":
+                raise self.error(
+                    one, what, f"an index is a whole number, and this is a {number.type}", "Use int(…)"
+                )
+            if isinstance(number, ir.Const) and number.value < 0:
+                rule = "an index counts from the front, so a negative one lies outside"
+                raise self.error(one, what, rule, f"Use len(…) - {-number.value}")
+            numbers.append(self.cast(number, INT))
+        return tuple(numbers)
+
+    def enter_space(self, node: ast.AST, array: ir.Var, space: ir.Space) -> None:
+        """Note by which index a DisjointSlice is used; two kinds of index could give one element to two threads."""
+        known = self.shared.spaces.setdefault(array.name, space)
+        if known != space:
+            rule = f"it was used with {known} before, and an index from {space} may be another thread's there"
+            raise self.error(node, ast.unparse(node), rule, "Use one kind of index for an array")
+
+    def constant(self, node: ast.expr, what: str) -> Any:
+        """Return the value of an expression that has to be known when the kernel is compiled."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                return tuple(self.constant(one, what) for one in elts)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.constant(operand, what)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _CONSTANT:
+                return _CONSTANT[type(op)](self.constant(left, what), self.constant(right, what))
+            case ast.Name(id=name) if name in self.constants:
+                return self.constants[name]
+            case ast.Name() | ast.Attribute():
+                path = ast.unparse(node)
+                if not self.is_local(path.split(".", maxsplit=1)[0]):
+                    value = self.source.at(path)
+                    if isinstance(value, (int, str, np.dtype, type, np.integer)):
+                        if isinstance(value, (int, np.integer)):
+                            self.shared.baked[path] = value = int(value)
+                        return value
+            case _:
+                pass
+        rule = "it has to be known when the kernel is compiled"
+        raise self.error(node, f"{what}: {ast.unparse(node)}", rule, "Use a number or a global variable")
+
+
+_CONSTANT: dict[type[ast.operator], Any] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+    ast.LShift: lambda a, b: a << b,
+}

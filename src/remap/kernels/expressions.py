@@ -1,0 +1,455 @@
+"""Types for expressions: NumPy's rules (NEP 50), with every conversion written out."""
+
+from __future__ import annotations
+
+import ast
+import types
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from remap.errors import CompileError
+from remap.kernels import ir
+from remap.kernels.index import _Axes
+from remap.kernels.ir import BOOL, FLOAT, INT, Array, Element, Record, Scalar, Type, Witness, promote
+from remap.kernels.reading import MISSING, Source, type_of_value
+
+_BINARY: dict[type[ast.operator], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.BitAnd: "&",
+    ast.BitOr: "|",
+    ast.BitXor: "^",
+    ast.LShift: "<<",
+    ast.RShift: ">>",
+}
+_COMPARE: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+}
+
+Alias: TypeAlias = "ir.Var | ElementOf"
+"""What a local name can stand for beside a value: an array, or an element of one."""
+
+
+@dataclass(slots=True)
+class ElementOf:
+    """What `get_mut_indexed` gives first: the thread's element of an array."""
+
+    array: ir.Var
+    index: ir.Expr
+
+
+@dataclass
+class Shared:
+    """What all functions of one kernel have in common while it is typed."""
+
+    captured: dict[str, tuple[str, Type]] = field(default_factory=dict)
+    baked: dict[str, Any] = field(default_factory=dict)
+    functions: dict[Any, ir.Function] = field(default_factory=dict)
+    stack: list[Any] = field(default_factory=list)
+    spaces: dict[str, ir.Space] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    unchecked: set[str] = field(default_factory=set)
+    has_barrier: bool = False
+    static_shared: int = 0
+    dynamic_align: int = 0
+    dynamic_least: int = 0
+
+    def start(self) -> None:
+        """Forget what a pass has noted, before the next; captured values keep their names."""
+        self.__dict__.update(Shared(captured=self.captured).__dict__)
+
+
+class Expressions:
+    """Types the expressions of one function; `out` is the block that statements go to."""
+
+    def __init__(self, source: Source, shared: Shared, parameters: dict[str, Type]) -> None:
+        self.source = source
+        self.shared = shared
+        self.parameters = parameters
+        self.types: dict[str, Type] = {}
+        self.aliases: dict[str, Alias] = {}
+        self.assigned: set[str] | None = set()  # None: this point is not reached
+        self.constants: dict[str, Any] = {}
+        self.out: ir.Block = []
+        self.is_kernel = True
+        self.temporaries = 0
+
+    def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:
+        """Return an error that names file and line."""
+        return self.source.error(where, what, rule, next_step)
+
+    # -- expressions --
+
+    def value(self, node: ast.expr) -> ir.Expr:
+        """Return an expression as a value: a number, a structure or a witness."""
+        found = self.expression(node)
+        if isinstance(found, ElementOf):
+            raise self.error(node, ast.unparse(node), "an element is not a value", "Use its .value")
+        if isinstance(found.type, Array):
+            raise self.error(node, ast.unparse(node), "an array is not a value", "Index it")
+        return found
+
+    def number(self, node: ast.expr) -> ir.Expr:
+        """Return an expression as a number; a witness gives its number."""
+        return self.as_number(self.value(node), node)
+
+    def as_number(self, found: ir.Expr, node: ast.expr) -> ir.Expr:
+        """Return a value as a number; a witness gives its number."""
+        if isinstance(found.type, Witness):
+            return ir.Number(INT, found.line, found)
+        if not isinstance(found.type, Scalar):
+            raise self.error(node, ast.unparse(node), f"a number is wanted, and this is a {found.type}")
+        return found
+
+    def truth(self, node: ast.expr) -> ir.Expr:
+        """Return an expression as a condition."""
+        found = self.expression(node)
+        if isinstance(found, ElementOf):
+            return ir.Has(BOOL, node.lineno, found.array, found.index)
+        if isinstance(found.type, Array):
+            raise self.error(node, ast.unparse(node), "an array is neither true nor false")
+        return self.cast(self.as_number(found, node), BOOL)
+
+    def expression(self, node: ast.expr) -> ir.Expr | ElementOf:
+        """Return an expression, typed."""
+        match node:
+            case ast.Constant(value=bool() as value):
+                return ir.Const(BOOL, node.lineno, value)
+            case ast.Constant(value=int() as value):
+                if not -(1 << 63) <= value < 1 << 63:
+                    raise self.error(
+                        node, f"{value}", "an int of a kernel has 64 bits", "Use numpy.uint64(…)"
+                    )
+                return ir.Const(INT, node.lineno, value)
+            case ast.Constant(value=float() as value):
+                return ir.Const(FLOAT, node.lineno, value)
+            case ast.Name() | ast.Attribute():
+                return self.name(node)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.binary(node, left, op, right)
+            case ast.UnaryOp(op=op, operand=operand):
+                return self.unary(node, op, operand)
+            case ast.Compare():
+                return self.compare(node)
+            case ast.BoolOp(op=op, values=values):
+                return self.logic(node, isinstance(op, ast.And), values)
+            case ast.IfExp():
+                return self.choice(node)
+            case ast.Subscript():
+                return self.subscript(node)
+            case ast.Call():
+                return self.call(node)
+            case ast.Tuple():
+                raise self.error(node, ast.unparse(node), "a tuple is not a value in a kernel")
+            case _:
+                raise self.refuse(node)
+
+    def refuse(self, node: ast.AST) -> CompileError:
+        """Return the error for a part of Python that kernels do not have."""
+        what = ast.unparse(node).splitlines()[0]
+        return self.error(node, what, f"a kernel cannot have this ({type(node).__name__})")
+
+    def call(self, node: ast.Call) -> ir.Expr | ElementOf:
+        """Return a call; `Calls` knows which there are."""
+        raise NotImplementedError
+
+    # -- names --
+
+    def name(self, node: ast.expr) -> ir.Expr | ElementOf:
+        """Return what a name or an attribute stands for."""
+        if isinstance(node, ast.Name):
+            return self.local(node) if self.is_local(node.id) else self.outside(node, node.id)
+        assert isinstance(node, ast.Attribute)
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name) and not self.is_local(root.id):
+            return self.outside(node, ast.unparse(node))
+        return self.attribute(node)
+
+    def is_local(self, name: str) -> bool:
+        """Tell whether a name is the function's own."""
+        return name in self.source.locals or name in self.parameters
+
+    def local(self, node: ast.Name) -> ir.Expr | ElementOf:
+        """Return a local variable or a parameter."""
+        name = node.id
+        alias = self.aliases.get(name)
+        if alias is not None:
+            return alias
+        if name in self.parameters and name not in self.source.locals:
+            return ir.Var(self.parameters[name], node.lineno, f"p_{name}")
+        if (self.assigned is not None and name not in self.assigned) or name not in self.types:
+            rule = "it may be read before anything was assigned to it"
+            raise self.error(node, f"variable {name}", rule, "Assign to it on every path before")
+        return ir.Var(self.types[name], node.lineno, f"v_{name}")
+
+    def outside(self, node: ast.expr, path: str) -> ir.Expr:
+        """Return a value from outside of the kernel, which is read at each launch."""
+        parts = path.split(".")
+        for count in range(1, len(parts) + 1):
+            value = self.source.at(".".join(parts[:count]))
+            if value is MISSING:
+                rule = "there is nothing of this name"
+                raise self.error(node, ".".join(parts[:count]), rule)
+            if isinstance(value, (types.ModuleType, type, _Axes)):
+                if isinstance(value, _Axes) and count + 1 == len(parts) and parts[count] in ("x", "y", "z"):
+                    return ir.Builtin(INT, node.lineno, value.name, "xyz".index(parts[count]))
+                continue
+            kind = type_of_value(value)
+            if kind is None:
+                break
+            found: ir.Expr = self.capture(node, ".".join(parts[:count]), kind)
+            for name in parts[count:]:
+                found = self.member(node, found, name)
+            return found
+        rule = "only numbers, NumPy scalars, structures and dataclasses can be captured"
+        raise self.error(node, path, rule, "Pass arrays as arguments")
+
+    def capture(self, node: ast.AST, path: str, kind: Type) -> ir.Var:
+        """Return a captured value as a variable."""
+        name, kind = self.shared.captured.setdefault(path, (f"c_{len(self.shared.captured)}", kind))
+        return ir.Var(kind, getattr(node, "lineno", 0), name)
+
+    def attribute(self, node: ast.Attribute) -> ir.Expr:
+        """Return an attribute of a local value."""
+        owner = self.expression(node.value)
+        line = node.lineno
+        if isinstance(owner, ElementOf):
+            if node.attr != "value":
+                raise self.error(node, ast.unparse(node), "an element has .value, and nothing else")
+            return ir.Load(element_type(owner.array), line, owner.array, (owner.index,))
+        kind = owner.type
+        if isinstance(kind, Array):
+            assert isinstance(owner, ir.Var)
+            if node.attr == "size":
+                return ir.Extent(INT, line, owner, -1)
+            if node.attr == "ndim":
+                return ir.Const(INT, line, kind.ndim)
+            rule = "an array has .size, .ndim and .shape[k]"
+            raise self.error(node, ast.unparse(node), rule)
+        if isinstance(kind, Witness):
+            if node.attr in ("row", "col") and kind.space.kind in ("2d", "width"):
+                return ir.Number(INT, line, owner, 1 if node.attr == "row" else 2)
+            raise self.error(node, ast.unparse(node), "an index from index_2d has .row and .col")
+        return self.member(node, owner, node.attr)
+
+    def member(self, node: ast.AST, owner: ir.Expr, name: str) -> ir.Expr:
+        """Return a field of a structure."""
+        if not isinstance(owner.type, Record) or name not in (owner.type.dtype.names or ()):
+            raise self.error(node, f"field {name}", f"a {owner.type} has none of this name")
+        return ir.Member(value_type(owner.type.dtype[name]), owner.line, owner, name)
+
+    # -- operators --
+
+    def cast(self, value: ir.Expr, to: Type) -> ir.Expr:
+        """Return a value converted to a type."""
+        if value.type == to:
+            return value
+        assert isinstance(to, Scalar)
+        if isinstance(value.type, Witness):
+            value = ir.Number(INT, value.line, value)
+        assert isinstance(value.type, Scalar)
+        if isinstance(value, ir.Const):
+            self.check_fits(value, to)
+        if value.type.dtype == to.dtype and not isinstance(value, ir.Const):
+            return ir.Cast(to, value.line, value)
+        if isinstance(value, ir.Const) and (to.dtype.kind != "b"):
+            # Folded, so that a number of the source costs nothing; a weak one has no other type yet.
+            if value.type.dtype.kind in "bi" or to.dtype.kind == "f":
+                return ir.Const(to, value.line, to.dtype.type(value.value).item())
+        return ir.Cast(to, value.line, value)
+
+    def check_fits(self, value: ir.Const, to: Scalar) -> None:
+        """Raise where a number of the source does not fit into the integer type that it takes."""
+        if to.dtype.kind in "iu" and isinstance(value.value, int):
+            limits = np.iinfo(to.dtype)
+            if not limits.min <= value.value <= limits.max:
+                rule = f"it does not fit into {to.dtype}, the type of what it meets"
+                raise self.error(
+                    value.line, f"{value.value}", rule, "Convert the other one first, or use a smaller number"
+                )
+
+    def binary(self, node: ast.expr, left: ast.expr, op: ast.operator, right: ast.expr) -> ir.Expr:
+        """Return a binary operation."""
+        if isinstance(op, ast.Pow):
+            if isinstance(right, ast.Constant) and right.value == 2:
+                base = self.hold(self.number(left), node.lineno)
+                return self.operate(node, "*", base, base)
+            raise self.error(
+                node, ast.unparse(node), "a kernel has ** 2 and no other power", "Multiply, or use math.sqrt"
+            )
+        name = _BINARY.get(type(op))
+        if name is None:
+            raise self.refuse(node)
+        return self.operate(node, name, self.number(left), self.number(right))
+
+    def operate(self, node: ast.AST, name: str, a: ir.Expr, b: ir.Expr) -> ir.Expr:
+        """Return an operation on two numbers, converted to the type that NumPy would work in."""
+        assert isinstance(a.type, Scalar)
+        assert isinstance(b.type, Scalar)
+        kind = promote(a.type, b.type)
+        if name in ("&", "|", "^"):
+            if kind.dtype.kind == "f":
+                raise self.error(
+                    node, f"{a.type} {name} {b.type}", "bits of floating-point numbers have no meaning"
+                )
+        elif a.type.dtype.kind == "b" and b.type.dtype.kind == "b":
+            raise self.error(
+                node,
+                f"{name} of two booleans",
+                "that is no arithmetic",
+                "Convert them with int(…), or use and, or",
+            )
+        if name == "/" and kind.dtype.kind != "f":
+            kind = FLOAT if kind.weak else Scalar(np.dtype(np.float64))
+        if name in ("<<", ">>") and kind.dtype.kind == "f":
+            raise self.error(node, f"{a.type} {name} {b.type}", "only integers can be shifted")
+        if isinstance(a, ir.Const) and isinstance(b, ir.Const) and kind == INT and name in "+-*":
+            value = {"+": a.value + b.value, "-": a.value - b.value, "*": a.value * b.value}[name]
+            if -(1 << 63) <= value < 1 << 63:
+                return ir.Const(INT, a.line, value)
+        return ir.Op(kind, getattr(node, "lineno", a.line), name, (self.cast(a, kind), self.cast(b, kind)))
+
+    def unary(self, node: ast.expr, op: ast.unaryop, operand: ast.expr) -> ir.Expr:
+        """Return an operation on one number."""
+        if isinstance(op, ast.Not):
+            return ir.Op(BOOL, node.lineno, "not", (self.truth(operand),))
+        value = self.number(operand)
+        assert isinstance(value.type, Scalar)
+        if isinstance(op, ast.UAdd):
+            return value
+        if isinstance(op, ast.USub):
+            if isinstance(value, ir.Const) and value.type.weak:
+                return ir.Const(value.type, node.lineno, -value.value)
+            if value.type.dtype.kind == "b":
+                raise self.error(node, ast.unparse(node), "a boolean has no negative", "Use not")
+            return ir.Op(value.type, node.lineno, "neg", (value,))
+        if value.type.dtype.kind == "f":
+            raise self.error(node, ast.unparse(node), "bits of floating-point numbers have no meaning")
+        return ir.Op(value.type, node.lineno, "~", (value,))
+
+    def compare(self, node: ast.Compare) -> ir.Expr:
+        """Return a comparison, chained ones included."""
+        terms = [self.number(one) for one in (node.left, *node.comparators)]
+        if len(terms) > 2:
+            terms = [terms[0], *(self.hold(one, node.lineno) for one in terms[1:-1]), terms[-1]]
+        found: ir.Expr | None = None
+        for op, a, b in zip(node.ops, terms, terms[1:], strict=False):
+            name = _COMPARE.get(type(op))
+            if name is None:
+                raise self.refuse(node)
+            one = self.compared(node, name, a, b)
+            found = one if found is None else ir.Op(BOOL, node.lineno, "and", (found, one))
+        assert found is not None
+        return found
+
+    def compared(self, node: ast.AST, name: str, a: ir.Expr, b: ir.Expr) -> ir.Expr:
+        """Return a comparison of two numbers; integers compare by value, whatever their types are."""
+        assert isinstance(a.type, Scalar)
+        assert isinstance(b.type, Scalar)
+        line = getattr(node, "lineno", a.line)
+        kinds = a.type.dtype.kind + b.type.dtype.kind
+        if "f" in kinds:
+            kind = promote(a.type, b.type)
+            return ir.Op(BOOL, line, name, (self.cast(a, kind), self.cast(b, kind)))
+        # A number of the source takes part in full: no conversion may change what is compared.
+        unsigned = Scalar(np.dtype(np.uint64))
+        wide = [unsigned if one.type == unsigned else Scalar(np.dtype(np.int64)) for one in (a, b)]
+        if kinds == "bb":
+            wide = [BOOL, BOOL]
+        return ir.Op(BOOL, line, name, (self.cast(a, wide[0]), self.cast(b, wide[1])))
+
+    def logic(self, node: ast.expr, is_and: bool, values: list[ast.expr]) -> ir.Expr:
+        """Return `and` or `or`; what is on the right runs only where it decides."""
+        found = self.truth(values[0])
+        for one in values[1:]:
+            inner = self.inside(lambda one=one: self.truth(one))  # type: ignore[misc]
+            body, right = inner
+            if not body and harmless(right):
+                found = ir.Op(BOOL, node.lineno, "and" if is_and else "or", (found, right))
+                continue
+            result = self.temporary(BOOL, node.lineno, found)
+            body.append(ir.Assign(node.lineno, result.name, right))
+            test: ir.Expr = result if is_and else ir.Op(BOOL, node.lineno, "not", (result,))
+            self.out.append(ir.If(node.lineno, test, body, []))
+            found = result
+        return found
+
+    def choice(self, node: ast.IfExp) -> ir.Expr:
+        """Return a conditional expression; only the chosen side runs."""
+        test = self.truth(node.test)
+        body, one = self.inside(lambda: self.number(node.body))
+        orelse, other = self.inside(lambda: self.number(node.orelse))
+        assert isinstance(one.type, Scalar)
+        assert isinstance(other.type, Scalar)
+        kind = one.type if one.type == other.type else promote(one.type, other.type)
+        one, other = self.cast(one, kind), self.cast(other, kind)
+        if not body and not orelse and harmless(one) and harmless(other):
+            return ir.Op(kind, node.lineno, "select", (test, one, other))
+        result = self.temporary(kind, node.lineno, None)
+        body.append(ir.Assign(node.lineno, result.name, one))
+        orelse.append(ir.Assign(node.lineno, result.name, other))
+        self.out.append(ir.If(node.lineno, test, body, orelse))
+        return result
+
+    def inside(self, make: Any) -> tuple[ir.Block, Any]:
+        """Return what `make` gives, with the statements that it needs before it."""
+        before, self.out = self.out, []
+        try:
+            found = make()
+            return self.out, found
+        finally:
+            self.out = before
+
+    def temporary(self, kind: Type, line: int, value: ir.Expr | None) -> ir.Var:
+        """Return a new variable, assigned if there is a value for it."""
+        name = f"t_{self.temporaries}"
+        self.types[f"%{self.temporaries}"] = kind  # no name that a user could have
+        self.temporaries += 1
+        found = ir.Var(kind, line, name)
+        if value is not None:
+            self.out.append(ir.Assign(line, name, value))
+        return found
+
+    def hold(self, value: ir.Expr, line: int) -> ir.Expr:
+        """Return a value that can be used twice and is worked out once."""
+        return value if isinstance(value, (ir.Const, ir.Var)) else self.temporary(value.type, line, value)
+
+    def subscript(self, node: ast.Subscript) -> ir.Expr:
+        """Return an element of an array; `Elements` knows how."""
+        raise NotImplementedError
+
+
+def value_type(dtype: np.dtype[Any]) -> Type:
+    """Return the type of a value of a NumPy type."""
+    return Record(dtype) if dtype.fields is not None else Scalar(dtype)
+
+
+def element_type(array: ir.Var) -> Type:
+    assert isinstance(array.type, (Array, Element))
+    return value_type(array.type.dtype)
+
+
+def harmless(value: ir.Expr) -> bool:
+    """Tell whether an expression can be worked out where it is not wanted: it touches no memory and cannot fail."""
+    match value:
+        case ir.Load() | ir.Call() | ir.Atomic():
+            return False
+        case ir.Cast(value=inner) | ir.Member(value=inner):
+            return harmless(inner)
+        case ir.Op(operands=operands):
+            return all(harmless(one) for one in operands)
+        case _:
+            return True

@@ -1,0 +1,187 @@
+"""`remap.kernel`: a function of Python as a kernel, compiled for the types of its arguments, run by both drivers.
+
+One pass over the source (`statements`) gives a typed form. For CUDA it is written as CUDA C++ and compiled by NVRTC;
+for the host driver as Python over NumPy arrays. Both are kept for as long as the kernel lives, and compiled images on
+disk (`cache`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from remap import drivers
+from remap.drivers.protocol import Driver
+from remap.errors import AccessError, LaunchError
+from remap.kernels.arguments import View, key_of, parameter_types
+from remap.kernels.built import image_for
+from remap.kernels.image import Image
+from remap.kernels.launch import Extent
+from remap.kernels.reading import Source
+from remap.kernels.statements import type_kernel
+from remap.kernels.variant import Variant
+from remap.locations import Device
+from remap.locations import device as find_device
+from remap.sizes import Size
+from remap.streams import Stream, StreamLike, as_stream
+
+
+class PythonKernel:
+    """A kernel that is written in Python. Made by `remap.kernel`."""
+
+    def __init__(self, function: Callable[..., object], fma: bool) -> None:
+        self.function = function
+        self.name = function.__name__
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+        self._fma = fma
+        self._source: Source | None = None
+        self._variants: dict[tuple[Any, ...], list[Variant]] = {}
+        self._lock = threading.RLock()
+        _kernels.add(self)
+
+    def __call__(self, *_: object, **__: object) -> None:
+        """Raise `LaunchError`: a kernel is launched, not called."""
+        raise LaunchError(
+            f"call of kernel {self.name}",
+            rule="a kernel runs for a grid of threads",
+            next_step="Use .launch(…, grid=…, block=…)",
+        )
+
+    def launch(
+        self,
+        *arguments: Any,
+        grid: Extent,
+        block: Extent,
+        shared: Size = 0,
+        stream: StreamLike | None = None,
+        allow_overlap: bool = False,
+    ) -> None:
+        """Queue the kernel on a stream; does not wait.
+
+        `grid` counts blocks, `block` counts threads in each, with one to three extents; `shared` is the dynamic shared
+        memory of a block. Runs on the stream's device, else on the first one that may touch the first array. Arrays go
+        as (address, length), numbers and structures by value, captured values as they are now. Buffers stay in use
+        until the stream has passed.
+
+        Raises, before anything is launched: `CompileError` (with the line) for what a kernel cannot have; `LaunchError`
+        where configuration or arguments do not fit, where a `DisjointSlice` shares memory with another argument
+        (aliases included; `allow_overlap=True` is your promise that no two threads meet there), or where an index would
+        not belong to one thread; `AccessError`, `PausedError`, `InUseError`, `ClosedError` for memory that may not be
+        used now. The host driver reports races and the like as `KernelError` at the next wait. Source: cuLaunchKernel.
+        """
+        variants = self._variants.get(tuple(map(key_of, arguments)))
+        variant = variants[0] if variants is not None else self._variant(arguments)
+        if variant.looks_outside:
+            variant = self._variant(arguments)
+        views = variant.views(arguments, stream)
+        at = stream.device if isinstance(stream, Stream) else _device_of(views)
+        loaded = variant.loaded.get(at) or variant.load(at)
+        queue = loaded.module._default if stream is None else as_stream(stream, at)
+        try:
+            config = loaded.configs.get((grid, block, shared)) or loaded.check(grid, block, shared)
+        except TypeError:  # a list is no key
+            config = loaded.check(_hashable(grid), _hashable(block), shared)
+        variant.check_arrays(views, arguments, at, allow_overlap)
+        kernel = loaded.kernel
+        if loaded.function is None:
+            kernel._launch(*variant.on_host(arguments, views, config, queue, allow_overlap))
+            return
+        packed = variant.pack(arguments, views)
+        try:
+            kernel._launch(loaded.function, config, queue, packed, None)
+        finally:
+            packed.give_back()
+
+    # -- looking inside --
+
+    def source(self, *arguments: Any) -> str:
+        """Return the CUDA C++ that this kernel becomes for arguments of these types; NumPy arrays may stand for others."""
+        return self._variant(arguments).cpp()
+
+    def compile(self, *arguments: Any, arch: str | None = None) -> Image:
+        """Return the image for arguments of these types, as `source`; with `arch` ("sm_90") it needs no GPU."""
+        return image_for(
+            self._variant(arguments).cpp(), self.name, self._fma, find_device() if arch is None else arch
+        )
+
+    def layout(self, *arguments: Any) -> str:
+        """Return how arguments of these types are passed: offset, size and type of each value, captured ones last."""
+        return self._variant(arguments).describe()
+
+    def __repr__(self) -> str:
+        """Return the name."""
+        return f"<remap.PythonKernel {self.name}>"
+
+    def _variant(self, arguments: tuple[Any, ...]) -> Variant:
+        """Return the variant for the types of these arguments and of what is captured now."""
+        key = tuple(map(key_of, arguments))
+        with self._lock:
+            for one in self._variants.get(key, ()):
+                if one.fits():
+                    return one
+            if self._source is None:
+                self._source = Source(self.function)
+            types = parameter_types(self._source, arguments)
+            made = Variant(self._source, *type_kernel(self._source, types, self._fma))
+            # Replaced, never changed: launches of other threads may be reading it.
+            self._variants[key] = [*self._variants.get(key, ()), made]
+            return made
+
+    def _leave(self, driver: Driver) -> None:
+        """Close what is loaded on a driver that goes away."""
+        with self._lock:
+            for variant in (one for several in self._variants.values() for one in several):
+                for at in [at for at in variant.loaded if at._driver is driver]:
+                    variant.loaded.pop(at).module.close()
+
+
+@overload
+def kernel(function: Callable[..., object], /) -> PythonKernel: ...
+@overload
+def kernel(*, fma: bool = ...) -> Callable[[Callable[..., object]], PythonKernel]: ...
+def kernel(function: Callable[..., object] | None = None, /, *, fma: bool = False) -> Any:
+    """Make a kernel of a Python function. A decorator.
+
+    Parameters that are arrays are annotated with `remap.Slice` (read) or `remap.DisjointSlice` (each thread writes its
+    own element); all others go by value. The function is read, not run: it is compiled at the first launch for the types
+    of the arguments, with NumPy's types for every expression. Products and sums are rounded apart, so that both
+    drivers give the same bits; `fma=True` lets the compiler join them, which is faster and may differ in the last one.
+    """
+    if function is None:
+        return lambda one: PythonKernel(one, fma)
+    return PythonKernel(function, fma)
+
+
+_kernels: weakref.WeakSet[PythonKernel] = weakref.WeakSet()
+
+
+def _close_all(driver: Driver) -> None:
+    for one in list(_kernels):
+        one._leave(driver)
+
+
+drivers.on_leave(_close_all)
+
+
+def _device_of(views: dict[int, View]) -> Device:
+    """Return the device on which a launch runs when nobody says: the first that may touch the first array."""
+    for view in views.values():
+        owner = view.owner
+        if owner is not None:
+            for place, right in owner._rights.items():
+                if right.readable and place.is_device:
+                    return find_device(place.index)
+            owner._check()
+            raise AccessError(
+                "a launch",
+                rule=f"no device has access to {owner.describe()}",
+                next_step="Grant it with set_access",
+            )
+    return find_device()
+
+
+def _hashable(extent: Extent) -> Extent:
+    return tuple(extent) if isinstance(extent, Sequence) else extent

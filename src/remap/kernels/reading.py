@@ -1,0 +1,140 @@
+"""The Python function behind a kernel: its syntax tree, and what the names in it mean outside of it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from remap.errors import CompileError
+from remap.kernels.ir import FLOAT, INT, Record, Scalar, Type, storable
+from remap.kernels.structures import structure_of
+
+MISSING: Any = object()
+
+
+class Source:
+    """One Python function: `tree` is its syntax tree, with the line numbers of its file."""
+
+    def __init__(self, function: Callable[..., Any], what: str = "kernel") -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", repr(function))
+        self.file = "?"
+        if not isinstance(function, types.FunctionType):
+            raise CompileError(f"{what} {self.name}", rule="it is not a function written in Python")
+        self.file = function.__code__.co_filename
+        try:
+            lines, first = inspect.getsourcelines(function)
+        except (OSError, TypeError):
+            raise CompileError(
+                f"{what} {self.name}",
+                rule="its source text is missing, and a kernel is compiled from its source",
+                next_step="Define it in a file or a notebook cell; not with exec, nor by piping a script into Python",
+            ) from None
+        try:
+            module = ast.parse(textwrap.dedent("".join(lines)))
+        except SyntaxError as error:  # a lambda inside a larger expression
+            raise CompileError(
+                f"{what} {self.name}", rule=f"its source cannot be read alone ({error.msg})"
+            ) from None
+        ast.increment_lineno(module, first - 1)
+        tree = module.body[0]
+        self.line = first
+        if not isinstance(tree, ast.FunctionDef):
+            raise self.error(tree, f"{what} {self.name}", "it has to be a plain function, written with def")
+        self.tree = tree
+        self.line = tree.lineno
+        arguments = tree.args
+        if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
+            raise self.error(
+                tree, f"{what} {self.name}", "its parameters are plain ones, without *, ** or defaults"
+            )
+        self.parameters = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+        self.annotations = {one.arg: one.annotation for one in (*arguments.posonlyargs, *arguments.args)}
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self.locals = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+
+    def outside(self, name: str) -> Any:
+        """Return what a name means outside of the function now, `MISSING` if it means nothing."""
+        if name in self._cells:
+            try:
+                return self._cells[name].cell_contents
+            except ValueError:
+                return MISSING
+        found = self.function.__globals__.get(name, MISSING)
+        return getattr(builtins, name, MISSING) if found is MISSING else found
+
+    def at(self, path: str) -> Any:
+        """Return what a dotted path means outside of the function now, `MISSING` if it means nothing."""
+        first, *rest = path.split(".")
+        found = self.outside(first)
+        for name in rest:
+            if found is MISSING:
+                return MISSING
+            found = getattr(found, name, MISSING)
+        return found
+
+    def annotation(self, name: str) -> Any:
+        """Return the annotation of a parameter as an object, None if it has none."""
+        node = self.annotations[name]
+        return None if node is None else self.evaluate(node)
+
+    def evaluate(self, node: ast.expr) -> Any:
+        """Return what an annotation means, also where it is only text (`from __future__ import annotations`)."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node = ast.parse(node.value, mode="eval").body
+        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+        scope = {one: value for one in names if (value := self.outside(one)) is not MISSING}
+        try:
+            return eval(compile(ast.Expression(node), self.file, "eval"), {}, scope)
+        except Exception as error:  # noqa: BLE001 (an annotation can raise anything)
+            raise self.error(
+                node, f"annotation {ast.unparse(node)}", f"it means nothing here ({error})"
+            ) from None
+
+    def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:
+        """Return an error that names file and line."""
+        line = where if isinstance(where, int) else getattr(where, "lineno", self.line)
+        return CompileError(f"{self.file}:{line}: {what}", rule=rule, next_step=next_step)
+
+
+def type_of_value(value: Any) -> Type | None:
+    """Return the type of a value that goes to a kernel by value, None if it cannot."""
+    if isinstance(value, (bool, np.bool_)):
+        return Scalar(np.dtype(np.bool_))
+    if isinstance(value, int):
+        return INT
+    if isinstance(value, np.void) and value.dtype.fields is not None:
+        return Record(value.dtype)
+    if isinstance(value, np.generic):  # before float: numpy.float64 is one
+        return Scalar(value.dtype) if storable(value.dtype) else None
+    if isinstance(value, float):
+        return FLOAT
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return Record(structure_of(type(value)))
+    return None
+
+
+def scalar_of(what: Any) -> Scalar | None:
+    """Return the type that `int`, `float`, `bool`, a NumPy scalar type or dtype stands for, None for anything else."""
+    if what is int:
+        return INT
+    if what is float:
+        return FLOAT
+    if what is bool:
+        return Scalar(np.dtype(np.bool_))
+    if isinstance(what, np.dtype) or (isinstance(what, type) and issubclass(what, np.generic)):
+        dtype = np.dtype(what)
+        return Scalar(dtype) if storable(dtype) else None
+    return None

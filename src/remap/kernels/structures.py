@@ -1,0 +1,116 @@
+"""Structures by value: NumPy's structured types and dataclasses, laid out as C does."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from remap.errors import LaunchError
+from remap.kernels.ir import storable
+
+_PYTHON: dict[Any, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
+
+
+@lru_cache(maxsize=256)
+def structure_of(kind: type) -> np.dtype[Any]:
+    """Return the C layout of a dataclass: `int` is an int64, `float` a float64, and NumPy types are themselves."""
+    hints = typing.get_type_hints(kind)
+    fields: list[tuple[str, Any]] = []
+    for one in dataclasses.fields(kind):
+        hint = _PYTHON.get(hints[one.name], hints[one.name])
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            fields.append((one.name, structure_of(hint)))
+            continue
+        try:
+            fields.append((one.name, np.dtype(hint)))
+        except TypeError:
+            raise LaunchError(
+                f"structure {kind.__name__}, field {one.name}",
+                rule=f"{hint!r} has no layout in C",
+                next_step="Use int, float, bool, NumPy types and dataclasses of them",
+            ) from None
+    dtype = np.dtype(fields, align=True)
+    check_layout(dtype, kind.__name__)
+    return dtype
+
+
+def check_layout(dtype: np.dtype[Any], name: str) -> None:
+    """Raise `LaunchError` unless a structured type has numbers and structures in it, each where C would put it."""
+    for field in dtype.names or ():
+        inner = dtype[field]
+        if inner.fields is not None:
+            check_layout(inner, f"{name}.{field}")
+        elif not storable(inner):
+            raise LaunchError(
+                f"structure {name}, field {field}: {inner}",
+                rule="a field is a boolean, an integer, a float32, a float64, or a structure of them",
+            )
+    # C's layout: each field at the next multiple of its alignment, the whole a multiple of the largest.
+    at, align = 0, 1
+    for field in dtype.names or ():
+        inner = dtype[field]
+        unit = alignment(inner)
+        align = max(align, unit)
+        at = -(-at // unit) * unit
+        if field_offset(dtype, field) != at:
+            raise _not_c(
+                name, f"field {field} lies at byte {field_offset(dtype, field)}, and C puts it at {at}"
+            )
+        at += inner.itemsize
+    whole = -(-at // align) * align
+    if dtype.itemsize != whole:
+        raise _not_c(name, f"it has {dtype.itemsize} bytes, and in C it has {whole}")
+
+
+def _not_c(name: str, rule: str) -> LaunchError:
+    return LaunchError(
+        f"structure {name}", rule=rule, next_step="Make the type with numpy.dtype(…, align=True)"
+    )
+
+
+def alignment(dtype: np.dtype[Any]) -> int:
+    """Return the alignment of a type in C."""
+    if dtype.fields is None:
+        return dtype.itemsize
+    return max((alignment(dtype[field]) for field in dtype.names or ()), default=1)
+
+
+def field_offset(dtype: np.dtype[Any], field: str) -> int:
+    """Return the byte at which a field lies."""
+    assert dtype.fields is not None
+    return int(dtype.fields[field][1])
+
+
+def as_record(value: Any, dtype: np.dtype[Any]) -> np.void:
+    """Return a dataclass, or a structured scalar, as a structured scalar of that type."""
+    if isinstance(value, np.void):
+        return value
+    return np.array(_tuple(value), dtype)[()]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    found = (getattr(value, one.name) for one in dataclasses.fields(value))
+    return tuple(_tuple(one) if dataclasses.is_dataclass(one) else one for one in found)
+
+
+def describe_layout(dtype: np.dtype[Any], at: int = 0, indent: str = "") -> list[str]:
+    """Return a line for each field of a structure: byte, size, type and name, padding included."""
+    lines: list[str] = []
+    end = 0
+    for field in dtype.names or ():
+        inner, offset = dtype[field], field_offset(dtype, field)
+        if offset > end:
+            lines.append(f"{indent}{at + end:>5} {offset - end:>5}  (padding)")
+        lines.append(
+            f"{indent}{at + offset:>5} {inner.itemsize:>5}  {inner if inner.fields is None else 'structure'} {field}"
+        )
+        if inner.fields is not None:
+            lines += describe_layout(inner, at + offset, indent + "  ")
+        end = offset + inner.itemsize
+    if dtype.itemsize > end:
+        lines.append(f"{indent}{at + end:>5} {dtype.itemsize - end:>5}  (padding)")
+    return lines

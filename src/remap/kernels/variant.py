@@ -1,0 +1,407 @@
+"""One kernel for one combination of types: checked, packed and launched without looking at types again."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from remap.errors import AccessError, LaunchError
+from remap.kernels import ir
+from remap.kernels.arguments import View, view_of
+from remap.kernels.built import Code, image_for
+from remap.kernels.cpp import Writer, captured_layout, entry_name, is_empty
+from remap.kernels.host import HostWriter
+from remap.kernels.image import Image, ImageKind
+from remap.kernels.ir import Array, Record, Scalar
+from remap.kernels.launch import Extent, Kernel
+from remap.kernels.overlap import Place, check_disjoint, parts_of, share_bytes
+from remap.kernels.params import Arguments
+from remap.kernels.reading import MISSING, Source, type_of_value
+from remap.kernels.run import HostRun, Parts
+from remap.kernels.structures import as_record, describe_layout
+from remap.locations import Device
+from remap.sizes import Size, format_size
+from remap.streams import Queue, StreamLike
+from remap.types import Access, LaunchConfig, Touched
+
+_NONE = Access.NONE
+_CODES = {
+    **{f"i{size}": code for size, code in ((1, "b"), (2, "h"), (4, "i"), (8, "q"))},
+    **{f"u{size}": code for size, code in ((1, "B"), (2, "H"), (4, "I"), (8, "Q"))},
+    "f4": "f",
+    "f8": "d",
+    "b1": "?",
+}
+_KEPT = 256  # configurations that are remembered as checked
+
+
+class Variant:
+    """A typed kernel, what it becomes on each driver, and how its arguments are passed."""
+
+    def __init__(self, source: Source, kernel: ir.Kernel, baked: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.loaded: dict[Device, Loaded] = {}
+        self._source = source
+        self._baked = baked
+        self._cpp: str | None = None
+        self._host: Callable[..., None] | None = None
+        self._free: list[Arguments] = []
+        self.asked = f"launch of {kernel.name}"
+        # Whether anything from outside of the kernel has a part in it, which is then looked at before each launch.
+        self.looks_outside = bool(baked or kernel.captured)
+        self._arrays = [
+            (index, name[2:], kind.kind == "disjoint", kind.ndim)
+            for index, (name, kind) in enumerate(kernel.parameters)
+            if isinstance(kind, Array)
+        ]
+        self.written = [index for index, _, written, _ in self._arrays if written]
+        self._meets = bool(self.written)
+        self._layout, self._offsets, self._rows = self._lay_out()
+        self._struct = struct.Struct(self._layout)
+        self._plain = (
+            all(not isinstance(kind, Record) for _, kind in kernel.parameters) and not kernel.captured
+        )
+        self._widths = self._width_checks()
+
+    # -- what it becomes --
+
+    def fits(self) -> bool:
+        """Tell whether what is captured now has the types, and where it matters the values, that were compiled in."""
+        for path, value in self._baked.items():
+            if self._source.at(path) != value:
+                return False
+        return all(type_of_value(self._source.at(path)) == kind for _, path, kind in self.kernel.captured)
+
+    def cpp(self) -> str:
+        """Return the kernel as CUDA C++."""
+        if self._cpp is None:
+            self._cpp = Writer(self.kernel).text()
+        return self._cpp
+
+    def host(self) -> Callable[..., None]:
+        """Return the kernel as a function over NumPy arrays."""
+        if self._host is None:
+            self._host = HostWriter(self.kernel).compiled()
+        return self._host
+
+    def load(self, at: Device) -> Loaded:
+        """Return the kernel on a device."""
+        found = self.loaded.get(at)
+        if found is None:
+            found = self.loaded.setdefault(at, Loaded(self, at))
+        return found
+
+    # -- checks --
+
+    def views(self, arguments: tuple[Any, ...], stream: StreamLike | None) -> dict[int, View]:
+        """Return the array arguments by their places."""
+        return {
+            index: view_of(arguments[index], self.asked, name, stream) for index, name, _, _ in self._arrays
+        }
+
+    def check_arrays(
+        self, views: dict[int, View], arguments: tuple[Any, ...], at: Device, allow_overlap: bool
+    ) -> None:
+        """Raise where an array cannot be written, shares memory with one that is, or has another width than its index."""
+        place = at.location
+        for index in self.written:
+            view = views[index]
+            right = Access.READ_WRITE if view.owner is None else view.owner._rights.get(place, _NONE)
+            if not right.writable or not view.writable:
+                self._refuse_write(index, view, at)
+        if self._meets and len(views) > 0 and not allow_overlap:
+            check_disjoint(self.asked, self.places(views))
+        for index, wanted in self._widths:
+            width = wanted(arguments, views)
+            shape = views[index].shape
+            if len(shape) == 2 and shape[1] != width:
+                name = self.kernel.parameters[index][0]
+                space = self.kernel.spaces[name]
+                raise LaunchError(
+                    f"{self.asked}, argument {name[2:]!r} of shape {shape}",
+                    rule=f"the kernel writes it with {space}, which is {width} wide, and the array has rows of {shape[1]}",
+                    next_step="Make the two equal: an element would not belong to one thread otherwise",
+                )
+
+    def places(self, views: dict[int, View]) -> list[Place]:
+        """Return where the arrays lie."""
+        return [
+            Place(name, views[index].owner, views[index].address, _size(views[index]), written)
+            for index, name, written, _ in self._arrays
+        ]
+
+    def _refuse_write(self, index: int, view: View, at: Device) -> None:
+        name = self.kernel.parameters[index][0][2:]
+        if view.owner is not None:
+            view.owner._check()
+        what = "the array" if view.owner is None else str(view.owner.describe())
+        raise AccessError(
+            f"{self.asked}, argument {name!r}",
+            rule=f"a DisjointSlice is written, and {at} may not write to {what}",
+            next_step="Grant the access, or annotate the parameter as remap.Slice",
+        )
+
+    def _width_checks(self) -> list[tuple[int, Callable[..., int]]]:
+        """Return, for each array that is written with a two-dimensional index, what its width has to be."""
+        found: list[tuple[int, Callable[..., int]]] = []
+        names = [name for name, _ in self.kernel.parameters]
+        for name, space in self.kernel.spaces.items():
+            if space.kind == "2d":
+                found.append((names.index(name), lambda _a, _v, stride=space.stride: stride))  # type: ignore[misc]
+            elif space.kind == "width":
+                found.append((names.index(name), self._width(space.width, names)))
+        return found
+
+    def _width(self, text: str, names: list[str]) -> Callable[..., int]:
+        """Return what reads the width of `index_2d(width)` from the arguments of a launch."""
+        head, _, rest = text.partition(".shape[")
+        if rest and f"p_{head}" in names:
+            index, axis = names.index(f"p_{head}"), int(rest.rstrip("]"))
+            return lambda _arguments, views: int(views[index].shape[axis])
+        if text.isdecimal():
+            return lambda _arguments, _views: int(text)
+        root, *fields = text.split(".")
+        if f"p_{root}" in names:
+            index = names.index(f"p_{root}")
+            return lambda arguments, _views: int(_field(arguments[index], fields))
+        return lambda _arguments, _views: int(self._source.at(text))
+
+    # -- passing --
+
+    def _lay_out(self) -> tuple[str, list[int], list[tuple[int, int, str]]]:
+        """Return the layout of all values for `struct`, where each begins, and (offset, size, what) for people."""
+        codes: list[tuple[str, str]] = []
+        for name, kind in self.kernel.parameters:
+            if isinstance(kind, Array):
+                codes += [
+                    ("P", f"{name[2:]}: address"),
+                    ("q", f"{name[2:]}: number of elements ({kind.dtype})"),
+                ]
+                codes += [("q", f"{name[2:]}: extent {axis}") for axis in range(1, kind.ndim)]
+            elif isinstance(kind, Scalar):
+                codes.append((_CODES[f"{kind.dtype.kind}{kind.dtype.itemsize}"], f"{name[2:]}: {kind.dtype}"))
+            elif isinstance(kind, Record) and not is_empty(kind):
+                codes.append((f"{kind.dtype.itemsize}s", f"{name[2:]}: structure"))
+        layout = captured_layout(self.kernel)
+        if layout is not None:
+            codes.append((f"{layout.itemsize}s", "captured values"))
+        text, offsets, rows = "", [], []
+        for code, what in codes:
+            text += code
+            size = struct.calcsize(code)
+            offsets.append(struct.calcsize(text) - size)
+            rows.append((offsets[-1], size, what))
+        return text, offsets, rows
+
+    def describe(self) -> str:
+        """Return how the arguments are passed, a line for each value."""
+        lines = ["offset  size  value"]
+        paths = {name: path for name, path, _ in self.kernel.captured}
+        for offset, size, what in self._rows:
+            lines.append(f"{offset:>6} {size:>5}  {what}")
+            name = what.split(":")[0]
+            kind = dict(self.kernel.parameters).get(f"p_{name}")
+            if isinstance(kind, Record):
+                lines += describe_layout(kind.dtype, 0, "         ")
+        layout = captured_layout(self.kernel)
+        if layout is not None:
+            for line in describe_layout(layout, 0, "         "):
+                head, _, name = line.rpartition(" ")
+                lines.append(f"{head} {paths.get(name, name)}")
+        lines += [
+            f"     -     0  {name[2:]}: no bytes, so it vanishes"
+            for name, kind in self.kernel.parameters
+            if is_empty(kind)
+        ]
+        return "\n".join(lines)
+
+    def pack(self, arguments: tuple[Any, ...], views: dict[int, View]) -> Arguments:
+        """Return the arguments as bytes for cuLaunchKernel; `give_back` follows."""
+        raw: list[Any] = []
+        for index, (name, kind) in enumerate(self.kernel.parameters):
+            if isinstance(kind, Array):
+                view = views[index]
+                raw.append(view.address)
+                raw.append(_count(view.shape))
+                raw.extend(view.shape[1:])
+            elif isinstance(kind, Scalar):
+                raw.append(self.number(name, kind, arguments[index]))
+            elif not is_empty(kind):
+                raw.append(as_record(arguments[index], kind.dtype).tobytes())  # type: ignore[union-attr]
+        if self.kernel.captured:
+            raw += self._captured_bytes()
+        try:
+            packed = self._free.pop()  # one step under the GIL: no two threads get the same one
+        except IndexError:
+            packed = Arguments(self._free, self._offsets, self._struct.size)
+        self._struct.pack_into(packed.content, packed._start, *raw)
+        packed.spans = tuple(view.owner for view in views.values() if view.owner is not None)
+        return packed
+
+    def _captured_bytes(self) -> list[bytes]:
+        layout = captured_layout(self.kernel)
+        if layout is None:
+            return []
+        record = np.zeros((), layout)
+        for (name, _, kind), value in zip(self.kernel.captured, self._captured(), strict=True):
+            if isinstance(kind, Scalar):
+                record[name] = self.number(name, kind, value)
+            elif isinstance(kind, Record) and not is_empty(kind):
+                record[name] = as_record(value, kind.dtype)
+        return [record.tobytes()]
+
+    def _captured(self) -> list[Any]:
+        values = [self._source.at(path) for _, path, _ in self.kernel.captured]
+        for value, (_, path, _) in zip(values, self.kernel.captured, strict=True):
+            if value is MISSING:
+                raise LaunchError(self.asked, rule=f"the captured value {path} is gone")
+        return values
+
+    def number(self, name: str, kind: Scalar, value: Any) -> Any:
+        """Return a number for its parameter, checked to fit."""
+        if kind.dtype.kind in "iu":
+            limits = _LIMITS[kind.dtype.str]
+            if not limits[0] <= value <= limits[1]:
+                raise LaunchError(
+                    f"{self.asked}, argument {name[2:]!r}: {value!r}",
+                    rule=f"it does not fit into {kind.dtype}",
+                )
+            return int(value)
+        return float(value) if kind.dtype.kind == "f" else bool(value)
+
+    def on_host(
+        self,
+        arguments: tuple[Any, ...],
+        views: dict[int, View],
+        config: LaunchConfig,
+        queue: Queue,
+        allow_overlap: bool,
+    ) -> tuple[HostRun, LaunchConfig, Queue, Arguments, list[Touched] | None]:
+        """Return what `Kernel._launch` takes for a launch on the host driver."""
+        values: list[Any] = []
+        for index, (name, kind) in enumerate(self.kernel.parameters):
+            if isinstance(kind, Array):
+                values.append(views[index])
+            else:
+                values.append(
+                    self.number(name, kind, arguments[index])
+                    if isinstance(kind, Scalar)
+                    else arguments[index]
+                )
+        run = HostRun(
+            self.kernel,
+            self.host(),
+            values,
+            self._captured(),
+            self._shared_parts(views) if allow_overlap else {},
+        )
+        packed = Arguments([], (), 0)
+        packed.values = tuple(arguments)
+        packed.spans = tuple(view.owner for view in views.values() if view.owner is not None)
+        touched = [
+            Touched(views[index].address, size, written)
+            for index, _, written, _ in self._arrays
+            if views[index].owner is not None and (size := _size(views[index]))
+        ]
+        foreign = any(view.owner is None and view.host is None for view in views.values())
+        return run, config, queue, packed, None if foreign else touched
+
+    def _shared_parts(self, views: dict[int, View]) -> Parts:
+        """Return what arrays that share memory with a written one stand on, by name."""
+        places = self.places(views)
+        meeting = {
+            name
+            for one in places
+            if one.written
+            for other in places
+            if one is not other and share_bytes(one, other)
+            for name in (one.name, other.name)
+        }
+        return {f"p_{one.name}": parts_of(one) for one in places if one.name in meeting}
+
+
+class Loaded:
+    """A variant on one device: a module with its kernel, and the configurations that were checked."""
+
+    def __init__(self, variant: Variant, at: Device) -> None:
+        kernel = variant.kernel
+        self.configs: dict[tuple[Any, Any, Any], LaunchConfig] = {}
+        self.function: int | None = None
+        self._variant = variant
+        if at._driver.name == "cuda":
+            self.module = Code(image_for(variant.cpp(), kernel.name, kernel.fma, at), at)
+            self.kernel = self.module.function(entry_name(kernel.name))
+            self.function = self.kernel._function
+        else:
+            self.module = Code(Image(ImageKind.SOURCE, b"", (), kernel.name, ()), at)
+            self.kernel = Kernel(self.module, kernel.name, None, None)
+        self.kernel.name, self.kernel._asked = kernel.name, variant.asked
+
+    def check(self, grid: Extent, block: Extent, shared: Size) -> LaunchConfig:
+        """Check a configuration against the device and against what the kernel does, and remember it."""
+        kernel, asked = self._variant.kernel, self._variant.asked
+        config = self.kernel._check(grid, block, shared)
+        _check_shape(kernel, asked, config)
+        if config.shared_bytes < kernel.dynamic_least:
+            raise LaunchError(
+                f"{asked} with {format_size(config.shared_bytes)} of dynamic shared memory",
+                rule=f"the kernel uses {kernel.dynamic_least} bytes of it",
+                next_step=f"Pass shared={kernel.dynamic_least} or more",
+            )
+        most = self.module.device.properties.shared_memory_per_block_optin
+        if kernel.static_shared + config.shared_bytes > most:
+            raise LaunchError(
+                f"{asked} with {format_size(config.shared_bytes)} of dynamic shared memory a block beside "
+                f"{format_size(kernel.static_shared)} of static",
+                rule=f"{self.module.device} has {format_size(most)}",
+            )
+        if len(self.configs) >= _KEPT:
+            self.configs.clear()
+        self.configs[grid, block, shared] = config
+        return config
+
+
+def _check_shape(kernel: ir.Kernel, asked: str, config: LaunchConfig) -> None:
+    """Raise where the shape of a launch would give one index to several threads."""
+    _, grid_y, grid_z = config.grid
+    _, block_y, block_z = config.block
+    flat = grid_y == grid_z == block_y == block_z == 1
+    if kernel.index_kinds & {"1d", "warp"} and not flat:
+        name = "index_1d" if "1d" in kernel.index_kinds else "warp_index"
+        raise LaunchError(
+            f"{asked} with grid {config.grid} and block {config.block}",
+            rule=f"the kernel uses {name}(), and threads with other y or z would get the same index",
+            next_step="Use a grid and a block of one dimension, or index_2d in the kernel",
+        )
+    if "2d" in kernel.index_kinds and (grid_z != 1 or block_z != 1):
+        raise LaunchError(
+            f"{asked} with grid {config.grid} and block {config.block}",
+            rule="the kernel uses index_2d, and threads with another z would get the same index",
+            next_step="Use a grid and a block of at most two dimensions",
+        )
+
+
+def _field(value: Any, fields: Sequence[str]) -> Any:
+    for name in fields:
+        value = value[name] if isinstance(value, np.void) else getattr(value, name)
+    return value
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for extent in shape:
+        total *= extent
+    return total
+
+
+def _size(view: View) -> int:
+    return _count(view.shape) * view.dtype.itemsize
+
+
+_LIMITS = {
+    np.dtype(name).str: (int(np.iinfo(name).min), int(np.iinfo(name).max))
+    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+}
