@@ -51,13 +51,35 @@ if TYPE_CHECKING:
     from remap.handles import Reservation as Reservation
     from remap.handles import create as create
     from remap.handles import reserve as reserve
+    from remap.kernels import DisjointSlice as DisjointSlice
     from remap.kernels import Image as Image
     from remap.kernels import Kernel as Kernel
     from remap.kernels import Module as Module
     from remap.kernels import Pointer as Pointer
+    from remap.kernels import PythonKernel as PythonKernel
+    from remap.kernels import Slice as Slice
+    from remap.kernels import alias_fence as alias_fence
+    from remap.kernels import atomic_add as atomic_add
+    from remap.kernels import atomic_cas as atomic_cas
+    from remap.kernels import atomic_exchange as atomic_exchange
+    from remap.kernels import atomic_max as atomic_max
+    from remap.kernels import atomic_min as atomic_min
+    from remap.kernels import barrier as barrier
+    from remap.kernels import block as block
+    from remap.kernels import block_size as block_size
     from remap.kernels import compile as compile
+    from remap.kernels import dynamic_shared as dynamic_shared
+    from remap.kernels import fma as fma
+    from remap.kernels import grid_size as grid_size
+    from remap.kernels import index_1d as index_1d
+    from remap.kernels import index_2d as index_2d
+    from remap.kernels import kernel as kernel
     from remap.kernels import load as load
+    from remap.kernels import shared_array as shared_array
     from remap.kernels import source as source
+    from remap.kernels import thread as thread
+    from remap.kernels import unchecked as unchecked
+    from remap.kernels import warp_index as warp_index
     from remap.locations import Device as Device
     from remap.locations import device as device
     from remap.locations import devices as devices
@@ -142,7 +164,37 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "buffers.ring": ("RingBuffer",),
     "buffers.shares": ("footprint",),
     "chunks.pool": ("ChunkPool", "chunk_pool"),
-    "kernels": ("Image", "Kernel", "Module", "Pointer", "compile", "load", "source"),
+    "kernels": (
+        "DisjointSlice",
+        "Image",
+        "Kernel",
+        "Module",
+        "Pointer",
+        "PythonKernel",
+        "Slice",
+        "alias_fence",
+        "atomic_add",
+        "atomic_cas",
+        "atomic_exchange",
+        "atomic_max",
+        "atomic_min",
+        "barrier",
+        "block",
+        "block_size",
+        "compile",
+        "dynamic_shared",
+        "fma",
+        "grid_size",
+        "index_1d",
+        "index_2d",
+        "kernel",
+        "load",
+        "shared_array",
+        "source",
+        "thread",
+        "unchecked",
+        "warp_index",
+    ),
     "sharing.broker": ("serve",),
     "sharing.client": ("BrokerClient", "connect"),
     "sharing.events": ("SharedEvent",),

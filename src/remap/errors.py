@@ -74,6 +74,14 @@ class LaunchError(RemapError):
     """A kernel cannot be launched with this configuration or these arguments; nothing was launched."""
 
 
+class KernelError(RemapError):
+    """A kernel did what a GPU would do wrongly in silence: a race, a barrier that not all threads reach.
+
+    Found by the host driver, and raised by the next wait. Memory and context are intact; what the kernel should have
+    written is undefined.
+    """
+
+
 class CompileError(RemapError):
     """A kernel's source could not be compiled; the message carries the compiler's log."""
 

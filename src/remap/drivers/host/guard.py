@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from remap.errors import ContextLostError, CudaResult, ForkedError, RemapError, driver_error
+from remap.errors import ContextLostError, CudaResult, ForkedError, KernelError, RemapError, driver_error
 
 
 class Forkable(Protocol):
@@ -26,11 +27,12 @@ class Forkable(Protocol):
 class Guard:
     """Says whether a driver still takes calls; the first thing that every call asks."""
 
-    __slots__ = ("__weakref__", "_parts", "refusal")
+    __slots__ = ("__weakref__", "_parts", "refusal", "reports")
 
     def __init__(self) -> None:
         self.refusal: Callable[[str], RemapError] | None = _process.refuse if _process.reported else None
         self._parts: list[Forkable] = []
+        self.reports: deque[KernelError] = deque()  # what kernels did wrongly without harm to the context
         _process.guards.add(self)
 
     def check(self, call: str) -> None:
@@ -48,6 +50,8 @@ class Guard:
         """Raise if a kernel has faulted: what every wait and query ends with."""
         if _process.fault is not None:
             _process.report()
+        if self.reports:
+            raise self.reports.popleft()
         if self.refusal is not None:
             raise self.refusal(call)
 

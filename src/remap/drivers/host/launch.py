@@ -13,7 +13,7 @@ from remap.drivers.host.machine import Machine
 from remap.drivers.host.refusals import invalid
 from remap.drivers.host.streams import Stream, Streams, failed
 from remap.drivers.host.work import OpaqueWork, Point, Work
-from remap.errors import ContextLostError, CudaResult, IllegalAddressError, driver_error
+from remap.errors import ContextLostError, CudaResult, IllegalAddressError, KernelError, driver_error
 from remap.sizes import format_size
 from remap.types import LaunchConfig, PackedArguments, Touched
 
@@ -96,6 +96,8 @@ class Launch:
             function(self)
         except ContextLostError as error:
             lose_context(error)
+        except KernelError as error:
+            self._launches.report(error)
         except BaseException as error:  # noqa: BLE001 (a kernel cannot raise to anybody)
             lose_context(failed(f"kernel {self._name} on device {self._device}", error))
         finally:
@@ -145,6 +147,10 @@ class Launches:
         launch = Launch(self, name, device, config, tuple(arguments.values))
         with self._machine.lock:
             self._queue(function, stream, launch, touches)
+
+    def report(self, error: KernelError) -> None:
+        """Let the next wait raise what a kernel did wrongly; the context lives on."""
+        self._machine.guard.reports.append(error)
 
     def _queue(
         self,
