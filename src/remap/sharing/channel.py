@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import Any, Protocol, Self
 
 from remap.errors import InvalidValueError, ShareError
 
@@ -45,7 +45,7 @@ class Fds:
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self._numbers = list(numbers)
-        _owned.add(self)
+        close_in_child(self)
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -95,19 +95,27 @@ class Fds:
         self.close()
 
 
-_owned: weakref.WeakSet[Fds] = weakref.WeakSet()
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+class _Closable(Protocol):
+    def close(self) -> None: ...
 
 
-def _close_in_child() -> None:
-    # Whoever waits for a process to end would wait for its children too, if they kept these open.
-    for fds in list(_owned):
-        fds.close()
-    for channel in list(_channels):
-        channel.close()
+_of_parent: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+def close_in_child(what: _Closable) -> None:
+    """Close something in the child whenever this process forks.
+
+    Whoever waits for a process to end would wait for its children too, if they kept what it has open.
+    """
+    _of_parent.add(what)
+
+
+def _close() -> None:
+    for one in list(_of_parent):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close)
 
 
 class Channel:
@@ -120,7 +128,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        _channels.add(self)
+        close_in_child(self)
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for `select` and `asyncio`."""

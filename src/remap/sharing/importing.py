@@ -123,7 +123,7 @@ class ImportedBuffer(Buffer):
 
     def _handles_again(self, first: int, count: int) -> Fds | tuple[bytes, ...] | None:
         """Return handles for some chunks, to export them again; None if the memory behind them was changed."""
-        if not self._shared:
+        if len(self._handles) < first + count:
             return None
         if isinstance(self._handles, tuple):
             return self._handles[first : first + count]
@@ -133,7 +133,7 @@ class ImportedBuffer(Buffer):
         # Other memory stands behind the address now, and it is nobody else's.
         if isinstance(self._handles, Fds):
             self._handles.close()
-        self._handles = ()
+        self._handles, self._shared = (), False
         super()._changed()
 
     def _detach(self) -> Release:

@@ -10,9 +10,10 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from remap.errors import InUseError, InvalidValueError, ShareError
-from remap.sharing.channel import Channel, Fds
+from remap.sharing.channel import Channel, Fds, close_in_child
 
 _PATH_LIMIT = 107  # sockaddr_un.sun_path has 108 bytes, the last one 0
 
@@ -28,7 +29,7 @@ class Listener:
     def __init__(self, path: Path) -> None:
         _check_length(path)
         self.path = path
-        self._fds = Fds()  # so that a forked child holds neither the lock nor the socket
+        self._lock = Fds()
         lock = _take_lock(_lock_path(path))
         if lock is None:
             raise InUseError(
@@ -36,20 +37,20 @@ class Listener:
                 rule="a live process listens there already",
                 next_step="Connect to it, or use another path",
             )
-        self._fds.add(lock)
+        self._lock.add(lock)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        close_in_child(self._socket)
         try:
             if path.exists() and not path.is_socket():
                 raise InvalidValueError(f"a socket at {path}", rule="there is a file of another kind")
             path.unlink(missing_ok=True)
-            made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._fds.add(made.fileno())
-            self._socket = made
-            made.bind(os.fspath(path))
+            self._socket.bind(os.fspath(path))
             path.chmod(0o600)  # nobody can connect before `listen`, so there is no moment of another mode
-            made.listen(256)
-            made.setblocking(False)
+            self._socket.listen(256)
+            self._socket.setblocking(False)
         except BaseException:
-            self._fds.close()
+            self._socket.close()
+            self._lock.close()
             raise
 
     def fileno(self) -> int:
@@ -59,7 +60,7 @@ class Listener:
     @property
     def listening(self) -> bool:
         """Whether it was not closed."""
-        return bool(self._fds)
+        return bool(self._lock)
 
     def accept(self) -> Channel | None:
         """Return the next connection, or None if there is none, or its peer is another user's (it is closed then)."""
@@ -77,11 +78,19 @@ class Listener:
 
     def close(self) -> None:
         """Remove the socket's file and stop listening. Closing again does nothing."""
-        if self._fds:
+        if self._lock:
             self.path.unlink(missing_ok=True)
             _lock_path(self.path).unlink(missing_ok=True)
-            self._socket.detach()
-            self._fds.close()
+            self._socket.close()
+            self._lock.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
 
 def connect(path: Path, *, deadline: float) -> Channel:

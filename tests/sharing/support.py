@@ -1,0 +1,123 @@
+"""A broker in a process of its own, and children with roles to play."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self
+
+LIMIT = 60.0
+COMMAND = (sys.executable, "-W", "error", "-c", "from remap.cli import main; main()")
+
+
+class BrokerProcess:
+    """`remap serve` in a process of its own."""
+
+    def __init__(
+        self, path: Path, environment: Mapping[str, str] | None = None, command: tuple[str, ...] = COMMAND
+    ) -> None:
+        self.path = path
+        self._environment = {**os.environ, **(environment or {})}
+        self._command = command
+        self._stack = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until clients can connect."""
+        self._stack = ExitStack()
+        self.process = self._stack.enter_context(
+            subprocess.Popen(
+                [*self._command, "serve", "--path", str(self.path)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=self._environment,
+            )
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        said = self.process.stdout.readline()
+        assert said == f"serving at {self.path}\n", said + self.process.stderr.read()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self.process.kill()
+        self.process.wait(LIMIT)
+        self._stack.close()
+
+    def stop(self) -> tuple[int, str]:
+        """Stop it in order; return its exit status and what it said to the error stream."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.stderr is not None
+        status = self.process.wait(LIMIT)
+        said = self.process.stderr.read()
+        self._stack.close()
+        return status, said
+
+    def fds(self) -> int:
+        """Return how many descriptors it has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self._stack.close()
+
+
+class Child:
+    """A child process that plays a role: a function of (link, driver, *arguments)."""
+
+    def __init__(self, role: Callable[..., None], *arguments: Any, method: str = "spawn") -> None:
+        context: Any = multiprocessing.get_context(method)
+        self.link: Connection
+        self.link, other = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=role, args=(other, os.environ["REMAP_DRIVER"], *arguments), daemon=True
+        )
+        self.process.start()
+        other.close()
+
+    def hear(self) -> Any:
+        """Return what it says next; raises what it raised."""
+        assert self.link.poll(LIMIT), "the child says nothing"
+        answer = self.link.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def tell(self, what: object) -> None:
+        """Send it something."""
+        self.link.send(what)
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL, and wait for its end."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(LIMIT)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def end(self) -> None:
+        """Wait for its end, which must be a good one."""
+        self.process.join(LIMIT)
+        assert self.process.exitcode == 0
+        self.link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(LIMIT)
+        self.link.close()
