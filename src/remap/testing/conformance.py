@@ -12,7 +12,7 @@ The author of a driver subclasses it in a test module, and pytest does the rest:
             return partial(drivers.open, "host", devices=2)
 
 Each rule has a number, T1 … T17, and one test or a few that carry it in their names; the docstring of a test says the
-truth that it checks. T15 and T16 (graph memory) come with graphs. What a rule leaves open is not tested.
+truth that it checks. What a rule leaves open is not tested.
 
 Each test runs against an opened driver and must leave nothing behind: `Bench` says what that means and how it is
 seen. So the suite needs the devices to itself. What loses the context runs in a process of its own.
@@ -31,6 +31,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from remap.testing.bench import Bench, DriverFactory, OpenDriver
+from remap.testing.graphs import GraphRules
 from remap.testing.kernels import KernelOpener, open_kernel
 from remap.testing.machine import machine_for, wander
 from remap.testing.objects import ObjectRules
@@ -40,7 +41,7 @@ from remap.testing.sharing import SharingRules
 from remap.testing.work import WorkRules
 
 
-class DriverConformance(ObjectRules, AccessRules, WorkRules, SharingRules, OrderRules):
+class DriverConformance(ObjectRules, AccessRules, WorkRules, SharingRules, OrderRules, GraphRules):
     """All rules, run on the driver that `factory` gives."""
 
     slack: ClassVar[int] = 0

@@ -1,0 +1,241 @@
+"""What a graph is made of: nodes, the allocations among them, conditions, and memory that a launch has left."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from remap.drivers.graph_powers import NodeKind, SetsConditions
+from remap.drivers.powers import SupportsPools
+from remap.errors import ClosedError, LaunchError, NotSupportedError, RemapError, driver_error
+from remap.lifetime import Description, Release, Step
+from remap.locations import Device
+from remap.sizes import format_size
+from remap.spans import Chunk, Span
+from remap.streams import StreamLike, as_stream
+from remap.types import Access
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from remap.graphs.building import Nodes
+
+
+class Node:
+    """One node of a graph. It keeps what it uses alive: buffers, arrays, kernels, functions.
+
+    `number` counts the nodes of its graph, and `after` are the nodes that it was told to come after.
+    """
+
+    __slots__ = ("_graph", "_handle", "_keeps", "after", "body", "detail", "kind", "number")
+
+    def __init__(
+        self,
+        graph: object,
+        handle: int,
+        number: int,
+        kind: NodeKind,
+        after: Sequence[Node],
+        *,
+        detail: str = "",
+        keeps: Sequence[object] = (),
+        body: Nodes | None = None,
+    ) -> None:
+        self._graph = (
+            graph  # what tells it from nodes of other graphs; not the graph itself, which holds its nodes
+        )
+        self._handle = handle
+        self._keeps = tuple(keeps)
+        self.number = number
+        self.kind = kind
+        self.after = tuple(after)
+        self.detail = detail
+        self.body = body
+
+    def __str__(self) -> str:
+        """Return the node as one line: `2 free 64 MiB at 0x…, after 1`."""
+        behind = f", after {', '.join(str(node.number) for node in self.after)}" if self.after else ""
+        return f"{self.number} {self.kind}{f' {self.detail}' if self.detail else ''}{behind}"
+
+    def __repr__(self) -> str:
+        """Return the line in angles."""
+        return f"<remap node {self}>"
+
+
+class Allocation(Node):
+    """Memory that a graph allocates when it runs, at an address that is known from the start.
+
+    The address is an argument for the graph's own kernels, copies and fills between this node and the one that frees
+    it. If the graph does not free it, a launch leaves it allocated: `memory` is a buffer over it then.
+    """
+
+    __slots__ = ("_memory", "_users", "address", "device", "freed", "released", "size")
+
+    def __init__(
+        self,
+        graph: object,
+        handle: int,
+        number: int,
+        after: Sequence[Node],
+        *,
+        device: Device,
+        address: int,
+        size: int,
+    ) -> None:
+        detail = f"{format_size(size)} at {address:#x}"
+        super().__init__(graph, handle, number, NodeKind.ALLOCATE, after, detail=detail)
+        self.device = device
+        self.address = address
+        self.size = size
+        self.freed: Node | None = None  # the node of the same graph that frees it
+        self.released: Node | None = None  # the node of another graph that does
+        self._users: list[int] = []
+        self._memory: GraphMemory | None = None
+
+    @property
+    def memory(self) -> GraphMemory:
+        """The buffer over what the latest launch has left allocated.
+
+        Raises `ClosedError` where there is none: before a launch, once it was freed, and where the graph frees it.
+        """
+        found = self._memory
+        if found is None or found.closed:
+            rule = f"node {self.freed.number} frees it" if self.freed else "no launch has left it allocated"
+            raise ClosedError(
+                f"memory of {self}", rule=rule, next_step="Launch an executable of its graph first"
+            )
+        return found
+
+    def array(self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None) -> GraphArray:
+        """Return this memory as an array argument for kernels of the graph."""
+        import numpy as np
+
+        kind = np.dtype(dtype)
+        extents = (self.size // kind.itemsize,) if shape is None else shape
+        return GraphArray(self, kind.str, (extents,) if isinstance(extents, int) else tuple(extents))
+
+
+class GraphArray:
+    """An allocation of a graph as an array, by the CUDA array interface; for kernels of that graph only."""
+
+    def __init__(self, allocation: Allocation, typestr: str, shape: tuple[int, ...]) -> None:
+        self.allocation = allocation
+        self.__cuda_array_interface__ = {
+            "data": (allocation.address, False),
+            "shape": shape,
+            "typestr": typestr,
+            "version": 3,
+            "strides": None,
+        }
+
+
+class GraphMemory(Span):
+    """Memory that a launch has left allocated. Made by the launch, and found as `allocation.memory`.
+
+    `close()` waits and frees it, `free(stream)` frees it in the order of a stream. Until then it holds its bytes: the
+    executable cannot be launched again, unless it was instantiated with `auto_free`.
+    """
+
+    kind: ClassVar[str] = "graph memory"
+
+    def __init__(self, allocation: Allocation) -> None:
+        super().__init__(allocation.device._driver)
+        self.device = allocation.device
+        self._address = allocation.address
+        self._size = allocation.size
+        self._rights = {self.device.location: Access.READ_WRITE}
+        self._opened()
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The one (address, size, location) of this memory. Reading it lets the address escape."""
+        return (Chunk(self.address, self._size, self.device.location),)
+
+    def free(self, stream: StreamLike | None = None) -> None:
+        """Free it once a stream has come to this point; the host does not wait. Source: cuMemFreeAsync."""
+        queue = as_stream(stream, self.device)
+        driver = self._driver
+        if not isinstance(driver, SupportsPools):
+            raise missing("memory_pools", f"free of {self.describe()} in stream order")
+        release = self._begin_close()
+        if release is None:
+            return
+        if self._known_uses:
+            self._known_uses.join(queue)
+        release.wait = None
+        release.steps = [(_in_context, (self.device, driver.pool_free, self._address, queue.handle))]
+        self._finish_close(release)
+        if self._known_uses is not None:
+            self._known_uses.forget()
+
+    def _end(self) -> None:
+        """Mark it closed, since a launch has freed it."""
+        self._begin_close()
+
+    def _detach(self) -> Release:
+        steps: list[Step] = [(_in_context, (self.device, self._driver.free, self._address))]
+        return Release(0, steps, self._wait_on_close())
+
+    def describe(self) -> Description:
+        """Return what this memory is."""
+        return Description(self.kind, self.serial, self._size, self._address, f"on {self.device}")
+
+
+class Condition(ctypes.c_uint64):
+    """A value, 0 or 1, that a kernel sets and a conditional node asks. Made by `Graph.condition`.
+
+    It is an argument for kernels, which get the handle (an unsigned 64-bit integer) for cudaGraphSetConditional; the
+    Python twin of a kernel gets this object and calls `set`.
+    """
+
+    _driver: Any = None
+
+    def set(self, value: int) -> None:
+        """Set it, from the Python twin of a kernel."""
+        if not isinstance(self._driver, SetsConditions):
+            raise missing("host kernels", "setting a condition from Python")
+        self._driver.graph_set_condition(int(self.value), value)
+
+
+class HostCall:
+    """A Python function that a graph calls; what it raises is kept for the next launch, as nobody can catch it."""
+
+    def __init__(
+        self, function: Callable[..., object], arguments: tuple[object, ...], failures: deque[BaseException]
+    ) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._failures = failures
+
+    def __call__(self) -> None:
+        """Call it, on a thread of the driver's."""
+        try:
+            self._function(*self._arguments)
+        except BaseException as error:  # noqa: BLE001 (it must not go through the driver)
+            self._failures.append(error)
+
+
+def raise_failure(failures: deque[BaseException], asked: str) -> None:
+    """Raise what a host function of an earlier run has raised, if any has."""
+    if failures:
+        error = failures.popleft()
+        raise LaunchError(
+            asked,
+            rule=f"a host function of an earlier run has raised {type(error).__name__}: {error}",
+            next_step="Nothing was launched; launch again to go on",
+        ) from error
+
+
+def missing(capability: str, asked: str) -> RemapError:
+    """Return the error for a power that the driver does not have."""
+    error = driver_error("cuGraphCreate", 801, asked=asked, rule=f"the driver has no {capability}")
+    assert isinstance(error, NotSupportedError)
+    error.capability = capability
+    return error
+
+
+def _in_context(at: Device, call: Callable[..., None], *arguments: int) -> None:
+    with at.current():
+        call(*arguments)
