@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from remap.foreign import ForeignArray as ForeignArray
     from remap.foreign import as_array as as_array
     from remap.foreign import from_dlpack as from_dlpack
+    from remap.graphs import Executable as Executable
+    from remap.graphs import Graph as Graph
+    from remap.graphs import GraphMemory as GraphMemory
+    from remap.graphs import capture as capture
+    from remap.graphs import graph_memory as graph_memory
     from remap.handles import Mapping as Mapping
     from remap.handles import PhysicalAllocation as PhysicalAllocation
     from remap.handles import Reservation as Reservation
@@ -164,6 +169,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "buffers.ring": ("RingBuffer",),
     "buffers.shares": ("footprint",),
     "chunks.pool": ("ChunkPool", "chunk_pool"),
+    "graphs": ("Executable", "Graph", "GraphMemory", "capture", "graph_memory"),
     "kernels": (
         "DisjointSlice",
         "Image",
