@@ -39,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if name not in DRIVERS:
         raise pytest.UsageError(f"REMAP_DRIVER={name}: the tests know {' and '.join(DRIVERS)}")
     os.environ["REMAP_DRIVER"] = name
+    if name == "cuda":
+        # Joining a multicast team reaches into the fabric that all users of a machine share: not for a test.
+        os.environ["REMAP_DISABLE_MULTICAST"] = "1"
 
 
 def pytest_report_header() -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 import remap
 from remap import drivers
-from remap.drivers import graph_powers, powers, protocol
+from remap.drivers import graph_powers, multicast_power, powers, protocol
 from remap.drivers.protocol import Driver, SupportsModules, SupportsSharing
 from remap.drivers.wrappers import CUDA_FUNCTIONS, Faulty, Recording
 from remap.errors import CudaResult, DriverError, InvalidValueError, OutOfAddressSpaceError, context_lost
@@ -147,7 +147,7 @@ def test_the_functions_exist() -> None:
     """The names of CUDA functions belong to methods of the protocols."""
     documented = {
         name
-        for module in (protocol, powers, graph_powers)
+        for module in (protocol, powers, graph_powers, multicast_power)
         for _, kind in inspect.getmembers(module, inspect.isclass)
         for name, _ in inspect.getmembers(kind, inspect.isfunction)
     }

@@ -228,14 +228,17 @@ class _Plan:
 _OWN_NAMES = frozenset({"inner", "calls", "calls_to", "forget", "fail", "heal", "refused"})
 
 CUDA_FUNCTIONS = {
+    "add_multicast_device": "cuMulticastAddDevice",
     "allocate": "cuMemAlloc",
     "allocate_managed": "cuMemAllocManaged",
     "allocate_pinned": "cuMemHostAlloc",
+    "bind_multicast": "cuMulticastBindMem",
     "copy": "cuMemcpyDtoDAsync",
     "copy_to_device": "cuMemcpyHtoDAsync",
     "copy_to_host": "cuMemcpyDtoHAsync",
     "create": "cuMemCreate",
     "create_event": "cuEventCreate",
+    "create_multicast": "cuMulticastCreate",
     "create_shared_event": "cuEventCreate",
     "create_stream": "cuStreamCreateWithPriority",
     "export_handle": "cuMemExportToShareableHandle",

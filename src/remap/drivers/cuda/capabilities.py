@@ -17,6 +17,7 @@ from pathlib import Path
 from remap.drivers.cuda.bindings import kernel_module_text, kernel_module_version
 from remap.drivers.cuda.devices import device_attribute
 from remap.drivers.cuda.memory import MemoryCalls
+from remap.drivers.multicast_power import switched_off
 from remap.errors import DriverError, NotPermittedError
 from remap.types import (
     CAPABILITIES,
@@ -81,10 +82,7 @@ class _Probes:
         return ""
 
     def multicast(self) -> str:
-        for name, value in _MULTICAST_OFF:
-            if os.environ.get(name) == value:
-                return f"the environment turns it off ({name}={value})"
-        return self._reads("MULTICAST_SUPPORTED")
+        return switched_off() or self._reads("MULTICAST_SUPPORTED")
 
     def compression(self) -> str:
         missing = self.vmm() or self._reads("GENERIC_COMPRESSION_SUPPORTED")
@@ -183,16 +181,6 @@ class _Probes:
         except DriverError as error:
             return f"creating such memory failed: {error}"
         return ""
-
-
-# Joining a multicast team can hang machines whose fabric is not set up, so every library has its own way to say no;
-# whoever said it to one of them meant it for all.
-_MULTICAST_OFF = (
-    ("REMAP_DISABLE_MULTICAST", "1"),
-    ("NCCL_NVLS_ENABLE", "0"),
-    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
-    ("NVSHMEM_DISABLE_NVLS", "1"),
-)
 
 
 def _why_no_channel() -> str:

@@ -15,6 +15,7 @@ from remap.drivers.cuda.graph_memory import CaptureCalls, GraphMemoryCalls
 from remap.drivers.cuda.graphs import GraphCalls
 from remap.drivers.cuda.managed import ManagedCalls
 from remap.drivers.cuda.memory import MemoryCalls
+from remap.drivers.cuda.multicast import MulticastCalls
 from remap.drivers.cuda.pinned import PinnedCalls
 from remap.drivers.cuda.pools import PoolCalls
 from remap.drivers.cuda.shared_events import SharedEventCalls
@@ -32,6 +33,7 @@ class CudaDriver(
     ManagedCalls,
     HostFunctionCalls,
     SharedEventCalls,
+    MulticastCalls,
     GraphCalls,
     GraphMemoryCalls,
     CaptureCalls,

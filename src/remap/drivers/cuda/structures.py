@@ -30,7 +30,7 @@ def allocation_prop(properties: AllocationProperties) -> Any:
     prop = cuda.CUmemAllocationProp()
     prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     prop.location = location_of(properties.location)
-    bits = sum(_HANDLE_TYPES[kind] for kind in properties.handle_types)
+    bits = handle_bits(properties.handle_types)
     # The bindings take the bit-or of several kinds as a number, and a single kind as a member of the enum.
     single = len(properties.handle_types) < 2
     prop.requestedHandleTypes = cuda.CUmemAllocationHandleType(bits) if single else bits
@@ -58,6 +58,11 @@ def access_descriptions(grants: tuple[tuple[Location, Access], ...]) -> list[Any
         description.flags = cuda.CUmemAccess_flags(_ACCESS_FLAGS[access])
         made.append(description)
     return made
+
+
+def handle_bits(kinds: frozenset[HandleType]) -> int:
+    """Return the bit-or of `CUmemAllocationHandleType` for several kinds."""
+    return sum(_HANDLE_TYPES[kind] for kind in kinds)
 
 
 def handle_type(kind: HandleType) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from remap.drivers.host.backing import Extent, Files, SharedFile, give_pages
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
@@ -26,6 +28,7 @@ class Allocation:
 
     __slots__ = (
         "allowed",
+        "buried",
         "extent",
         "file",
         "handle",
@@ -54,6 +57,8 @@ class Allocation:
         self.starts = (extent.fd << 64) + extent.offset
         self.references = 1
         self.mappings = 0
+        # What is done at its end, for what is no memory but goes by a handle of memory.
+        self.buried: Callable[[Allocation], None] | None = None
 
 
 class Allocations:
@@ -190,7 +195,19 @@ class Allocations:
         if dead:
             self.bury(found)
 
+    def drop_mapping(self, allocation: Allocation) -> bool:
+        """Drop a reason to stay; tell whether it was the last, so that `bury` follows. The caller holds the lock."""
+        allocation.mappings -= 1
+        dead = not allocation.mappings and not allocation.references
+        if dead:
+            del self.by_handle[allocation.handle]
+        return dead
+
     def bury(self, dead: Allocation) -> None:
+        """Give back what is left of an allocation that nobody can find any more."""
+        if dead.buried is not None:
+            dead.buried(dead)
+            return
         # Outside the lock: giving back a GiB of pages takes long, and nobody can find this memory any more.
         if dead.file is None:
             give_pages(dead.extent, dead.size)

@@ -41,10 +41,29 @@ class FileIdentity(NamedTuple):
     inode: int
 
 
-def _memory_file(location: Location) -> int:
-    """Return a new memory file whose name says which location it stands for, for those who import it."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    return os.memfd_create(f"remap {location.kind.value} {location.index}", flags)
+def _name(location: Location) -> str:
+    """Return the name of a memory file, which says to those who import it which location it stands for."""
+    return f"remap {location.kind.value} {location.index}"
+
+
+def sealed_file(name: str, size: int) -> int:
+    """Return a new memory file of exactly `size` zero bytes that nobody can resize; raises `OSError`."""
+    made = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(made, size)
+        fcntl.fcntl(made, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(made)
+        raise
+    return made
+
+
+def is_sealed(fd: int) -> bool:
+    """Tell whether a descriptor is one of a memory file that nobody can resize."""
+    try:
+        return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS)
+    except OSError:
+        return False
 
 
 def give_pages(extent: Extent, size: int) -> None:
@@ -64,17 +83,17 @@ class Files:
         """Return the arena of a location, made on first use."""
         arena = self._arenas.get(location)
         if arena is None:
-            arena = self._arenas[location] = Arena(self._keep(_memory_file(location)))
+            arena = self._arenas[location] = Arena(
+                self._keep(os.memfd_create(_name(location), os.MFD_CLOEXEC))
+            )
         return arena
 
     def create_sealed(self, location: Location, size: int) -> SharedFile:
         """Create a memory file of exactly `size` zero bytes that nobody can resize; raises `OSError`."""
-        made = _memory_file(location)
+        made = sealed_file(_name(location), size)
         try:
-            os.ftruncate(made, size)
-            fcntl.fcntl(made, _F_ADD_SEALS, _SEALS)
             # Opened again, since the kernel does not count the first opening of a memory file (see `alone`).
-            fd = self._keep(_open_again(made))
+            fd = self._keep(open_again(made))
         finally:
             os.close(made)
         key = _identity(fd)
@@ -83,7 +102,7 @@ class Files:
 
     def export(self, file: SharedFile) -> int:
         """Return a new descriptor of a file, for the caller to send and close."""
-        fd = _open_again(file.fd)
+        fd = open_again(file.fd)
         file.exported = True
         return fd
 
@@ -192,7 +211,8 @@ def _identity(fd: int) -> FileIdentity:
     return FileIdentity(status.st_dev, status.st_ino)
 
 
-def _open_again(fd: int) -> int:
+def open_again(fd: int) -> int:
+    """Return an opening of one's own of the file behind a descriptor; raises `OSError`."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -220,11 +240,7 @@ def inspect(fd: int, granularity: int) -> tuple[Location, int]:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("the descriptor is no memory file")
-    try:
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
-    except OSError:
-        raise ValueError("the descriptor is no memory file") from None
-    if seals & _SEALS != _SEALS:
+    if not is_sealed(fd):
         raise ValueError(
             "the memory file is not sealed against resizing, so it could shrink under its readers"
         )

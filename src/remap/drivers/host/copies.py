@@ -16,6 +16,7 @@ from remap.drivers.host.plain import PlainMemory
 from remap.drivers.host.pools import Pools
 from remap.drivers.host.reachable import ReachableMemory
 from remap.drivers.host.refusals import invalid
+from remap.drivers.host.space import Mapping
 from remap.drivers.host.streams import Streams
 from remap.drivers.host.work import Point, Region
 from remap.errors import DriverError
@@ -76,6 +77,8 @@ class Spans:
                         return rule
             if region is None:
                 return f"nothing is mapped at {address:#x}"
+            if region.multicast:
+                return f"{region.base:#x} is a multicast address, which only multimem operations of kernels can use"
             if region.plain and region.end < end:
                 return f"it runs over the end of the allocation of {region.end - region.base} bytes at {region.base:#x}"
             if strict or not region.plain:
@@ -86,6 +89,10 @@ class Spans:
             found.append(region)
             address = region.end
         return found
+
+    def mapping_at(self, address: int) -> Mapping | None:
+        """Return the mapping that holds an address. The caller holds the table lock."""
+        return self._memory.space.mappings.at(address)
 
     def touches(self, start: int, end: int) -> bool:
         """Tell whether a range has an address of ours, so that it must be checked even where host memory is meant."""

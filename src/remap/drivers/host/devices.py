@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from remap.drivers.host.machine import Machine
+from remap.drivers.multicast_power import switched_off
 from remap.errors import CudaResult, InvalidValueError, NotSupportedError, driver_error
 from remap.types import CAPABILITIES, Capability, DeviceProperties, Location, LocationKind
 
@@ -12,7 +13,6 @@ from remap.types import CAPABILITIES, Capability, DeviceProperties, Location, Lo
 _REASONS = {
     "win32": "Win32 handles exist on Windows only",
     "fabric": "the host driver shares memory within one machine and has no fabric to other nodes",
-    "multicast": "the host driver emulates no multicast objects",
     "compression": "the host driver keeps all memory uncompressed; the request is accepted, and read back as refused",
     "rdma": "no network adapter can reach a simulated device",
     "ats": "simulated devices have no page tables; they reach host memory that a launch names (capability hmm)",
@@ -50,6 +50,8 @@ class Devices:
             supported = options.coherent
         elif name == "compression":
             supported = options.compression
+        elif name == "multicast" and (off := switched_off()):
+            return Capability(name, False, off)
         chosen = options.capabilities.get(name, supported)
         if chosen and not supported:
             rule = f"it can only be switched off: {_REASONS[name]}"
@@ -88,6 +90,8 @@ class Devices:
     def require(self, call: str, capability: str) -> None:
         """Raise NOT_SUPPORTED, naming the capability, where it is missing."""
         found = self.capabilities_of_all[capability]
+        if capability == "multicast" and (off := switched_off()):
+            found = Capability(capability, False, off)  # it may have been switched off since
         if not found:
             error = driver_error(call, CudaResult.NOT_SUPPORTED, asked=call, rule=found.reason)
             if isinstance(error, NotSupportedError):

@@ -28,6 +28,7 @@ from remap.drivers.host.graphs import Graphs
 from remap.drivers.host.launch import Launches
 from remap.drivers.host.machine import Machine, Peers, check_options
 from remap.drivers.host.memory import Memory
+from remap.drivers.host.multicast import Teams
 from remap.drivers.host.optional import OptionalCalls
 from remap.drivers.host.plain import PlainMemory
 from remap.drivers.host.pools import Pools
@@ -58,7 +59,7 @@ from remap.types import (
 
 
 class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
-    """A driver whose devices are budgets of this machine's memory; implements `Driver`, `powers` and `graph_powers`.
+    """A driver whose devices are budgets of this machine's memory; implements `Driver` and every optional power.
 
     `devices` of them have `memory` bytes each (or one size for each device) and `clock_khz` for their speed. `peers`
     says who reaches whom: `"all"`, `"none"`, or a matrix. Host-located memory has a budget of its own, `host_memory`,
@@ -121,7 +122,9 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
         self._memory = Memory(machine, self._devices, self._allocations, opaque)
         stretches = self._stretches = Stretches(machine, self._allocations, self._memory.space, files)
         self._plain = PlainMemory(machine, stretches, opaque)
-        self._sharing = Sharing(machine, self._devices, self._allocations, files)
+        teams = self._teams = Teams(machine, self._devices, self._allocations, files)
+        machine.guard.watch_forks(teams)
+        self._sharing = Sharing(machine, self._devices, self._allocations, files, teams)
         self._streams = Streams(machine, self._contexts)
         self._events = Events(machine, self._contexts, self._streams)
         self._pools = Pools(machine, self._streams, stretches)
@@ -132,7 +135,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
         )
         spans = Spans(self._memory, self._plain, self._pools, self._reachable, graph_memory)
         self._copies = Copies(machine, self._contexts, self._streams, spans)
-        self._launches = Launches(machine, self._devices, self._contexts, self._streams, spans, opaque)
+        self._launches = Launches(machine, self._devices, self._contexts, self._streams, spans, opaque, teams)
         access = GraphAccess(machine, spans)
         graphs = self._graphs = Graphs(machine, self._contexts, self._launches, access, graph_memory)
         self._executables = Executables(machine, self._streams, spans, opaque, graphs, graph_memory)
@@ -161,6 +164,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
             self._graph_memory.shut_down()
             self._stretches.shut_down()
             self._memory.shut_down()
+            self._teams.shut_down()
             self._files.close_all()
             self._machine.shut_down()
 
@@ -253,6 +257,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
 
     def map(self, address: int, size: int, handle: int, offset: int = 0) -> None:
         self._guard.check_open("cuMemMap")
+        self._teams.check_mappable("cuMemMap", handle, address)
         self._memory.map(address, size, handle, offset)
 
     def unmap(self, address: int, size: int) -> None:

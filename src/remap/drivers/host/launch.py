@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 from remap.drivers.host import linux
 from remap.drivers.host.contexts import Contexts
@@ -10,10 +11,19 @@ from remap.drivers.host.copies import Spans
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.guard import lose_context
 from remap.drivers.host.machine import Machine
+from remap.drivers.host.multicast import Teams
 from remap.drivers.host.refusals import invalid
 from remap.drivers.host.streams import Stream, Streams, failed
+from remap.drivers.host.team import Team
 from remap.drivers.host.work import OpaqueWork, Point, Work
-from remap.errors import ContextLostError, CudaResult, IllegalAddressError, KernelError, driver_error
+from remap.errors import (
+    ContextLostError,
+    CudaResult,
+    DriverError,
+    IllegalAddressError,
+    KernelError,
+    driver_error,
+)
 from remap.sizes import format_size
 from remap.types import LaunchConfig, PackedArguments, Touched
 
@@ -81,14 +91,30 @@ class Launch:
             return memoryview(bytearray() if writes else b"")
         rule = self._launches.use(self, address, size, writes)
         if rule:
-            verb = "wrote" if writes else "read"
-            asked = f"kernel {self._name} {verb} {format_size(size)} at {address:#x}"
-            error = driver_error("cuLaunchKernel", CudaResult.ILLEGAL_ADDRESS, asked=asked, rule=rule)
-            if isinstance(error, IllegalAddressError):
-                # Recorded here: the kernel is faulty even if its code swallows the exception.
-                lose_context(error)
-            raise error
+            raise self._fault("wrote" if writes else "read", address, size, rule)
         return linux.view(address, size, writes)
+
+    def _fault(self, verb: str, address: int, size: int, rule: str) -> DriverError:
+        asked = f"kernel {self._name} {verb} {format_size(size)} at {address:#x}"
+        error = driver_error("cuLaunchKernel", CudaResult.ILLEGAL_ADDRESS, asked=asked, rule=rule)
+        if isinstance(error, IllegalAddressError):
+            # Recorded here: the kernel is faulty even if its code swallows the exception.
+            lose_context(error)
+        return error
+
+    @contextmanager
+    def multimem(self, address: int, size: int, *, writes: bool) -> Generator[tuple[memoryview, ...]]:
+        """Yield the bytes of every replica behind a multicast address, for one operation (`MulticastLaunch`)."""
+        if self._over or size <= 0:
+            rule = "the launch is over" if self._over else "an operation has at least one byte"
+            raise invalid("cuLaunchKernel", f"{size} bytes of multicast memory of {self._name}", rule)
+        found = self._launches.use_multicast(self, address, size, writes)
+        if isinstance(found, str):
+            raise self._fault("used", address, size, found)
+        with self._launches.teams.operation(*found, size) as replicas:
+            if isinstance(replicas, str):
+                raise self._fault("used", address, size, replicas)
+            yield replicas
 
     def run(self, function: Callable[..., None]) -> None:
         """Call the kernel; whatever it raises loses the context."""
@@ -115,6 +141,7 @@ class Launches:
         streams: Streams,
         spans: Spans,
         opaque: OpaqueWork,
+        teams: Teams,
     ) -> None:
         self._machine = machine
         self._devices = devices
@@ -122,6 +149,7 @@ class Launches:
         self._streams = streams
         self._spans = spans
         self._opaque = opaque
+        self.teams = teams
         self._hmm = bool(devices.capabilities_of_all["hmm"])
 
     def launch(
@@ -193,6 +221,21 @@ class Launches:
                 for region in found:
                     region.record(launch.work, writes)
             return ""
+
+    def use_multicast(self, launch: Launch, address: int, size: int, writes: bool) -> tuple[Team, int] | str:
+        """Log a use of a multicast address; return its object and the offset there, or the rule that it breaks."""
+        with self._machine.lock:
+            region = self._spans.mapping_at(address)
+            if region is None or not isinstance(region.allocation, Team):
+                what = "nothing is mapped there" if region is None else "it is no multicast address"
+                return f"{what}, and multimem operations use nothing else"
+            if address + size > region.end:
+                return "it runs over the end of the multicast mapping"
+            if not (region.writers if writes else region.readers) >> launch.device & 1:
+                return f"device {launch.device} has no such right to the multicast mapping"
+            if launch.work is not None:
+                region.record(launch.work, writes)
+            return region.allocation, address - region.base
 
     def _check_config(self, call: str, device: int, config: LaunchConfig) -> None:
         limits = self._devices.properties(device)

@@ -63,6 +63,12 @@ class Ledger:
             self._close_file()
             raise
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What is the same for all who share the table."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
+
     @classmethod
     def from_environment(cls) -> Ledger | None:
         """Return the table that the environment names, if it names one."""

@@ -8,6 +8,7 @@ from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.refusals import in_use, invalid, span
 from remap.drivers.host.space import UNMAPPED, AddressSpace, Mapping
+from remap.drivers.host.team import MulticastMapping, Team
 from remap.drivers.host.work import OpaqueWork
 from remap.errors import CudaResult, driver_error
 from remap.sizes import format_size, is_power_of_two
@@ -93,7 +94,8 @@ class Memory:
                 rule = f"the mapping at {other.base:#x} is in the way"
                 raise invalid(call, span(address, size), rule, "Unmap it first")
             identity = next(self._machine.handles)
-            space.insert(Mapping(address, allocation, identity, self._machine.tick))
+            kind = MulticastMapping if isinstance(allocation, Team) else Mapping
+            space.insert(kind(address, allocation, identity, self._machine.tick))
             allocation.mappings += 1
 
     def unmap(self, address: int, size: int) -> None:
@@ -174,7 +176,7 @@ class Memory:
                     )
                 # Threads of this process act for every location, so the CPU gets the union of all rights. What nobody
                 # may use and the kernel does not have yet can stay out of it.
-                if readers:
+                if readers and not mapping.multicast:
                     mapping.wanted = linux.PROT_READ_WRITE if writers else linux.PROT_READ
                 else:
                     mapping.wanted = min(mapping.protection, linux.PROT_NONE)
@@ -194,6 +196,9 @@ class Memory:
                 mapping.granted[device] = self._machine.tick
 
     def _refuse_grant(self, call: str, allocation: Allocation, granted: int) -> None:
+        if isinstance(allocation, Team):
+            rule = "only devices of its team that this process added can use a multicast object"
+            raise invalid(call, "access to a multicast object", rule)
         home = allocation.properties.location
         if granted & self._machine.cpu & ~allocation.allowed:
             raise driver_error(

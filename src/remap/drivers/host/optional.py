@@ -11,14 +11,16 @@ from remap.drivers.host.events import Events
 from remap.drivers.host.graph_launches import Executables
 from remap.drivers.host.graphs import Graphs
 from remap.drivers.host.guard import Guard
+from remap.drivers.host.multicast import Teams
 from remap.drivers.host.pools import Pools
 from remap.drivers.host.reachable import ReachableMemory
+from remap.drivers.multicast_power import MulticastProperties
 from remap.drivers.powers import ManagedAdvice, PoolFigures
-from remap.types import Location
+from remap.types import Granularity, Location
 
 
 class OptionalCalls:
-    """The calls of `drivers.powers`: pinned, pool and managed memory, host functions, shared events."""
+    """Pinned, pool and managed memory, host functions, shared events, multicast objects."""
 
     _guard: Guard
     _captures: Captures
@@ -28,6 +30,7 @@ class OptionalCalls:
     _events: Events
     _pools: Pools
     _reachable: ReachableMemory
+    _teams: Teams
     _host_functions: HostFunctions
 
     # -- pinned host memory --
@@ -144,3 +147,25 @@ class OptionalCalls:
     def import_event(self, shareable: bytes) -> int:
         self._guard.check("cuIpcOpenEventHandle")
         return self._events.open_handle(shareable)
+
+    # -- multicast objects --
+
+    def multicast_granularity(self, properties: MulticastProperties) -> Granularity:
+        self._guard.check_open("cuMulticastGetGranularity")
+        return self._teams.granularity(properties)
+
+    def create_multicast(self, properties: MulticastProperties) -> int:
+        self._guard.check_open("cuMulticastCreate")
+        return self._teams.create(properties)
+
+    def add_multicast_device(self, handle: int, device: int) -> None:
+        self._guard.check_open("cuMulticastAddDevice")
+        self._teams.add(handle, device)
+
+    def bind_multicast(self, handle: int, offset: int, memory: int, memory_offset: int, size: int) -> None:
+        self._guard.check_open("cuMulticastBindMem")
+        self._teams.bind(handle, offset, memory, memory_offset, size)
+
+    def unbind_multicast(self, handle: int, device: int, offset: int, size: int) -> None:
+        self._guard.check_open("cuMulticastUnbind")
+        self._teams.unbind(handle, device, offset, size)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import stat
+
 from remap.drivers.host.allocations import Allocation, Allocations
 from remap.drivers.host.backing import Extent, Files, inspect
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
+from remap.drivers.host.multicast import Teams
 from remap.drivers.host.refusals import invalid, system_error
+from remap.drivers.host.team import Team
 from remap.errors import CudaResult, DriverError, driver_error
 from remap.types import AllocationProperties, HandleType
 
@@ -22,7 +27,10 @@ class Sharing:
     so that the memory stays counted when the exporter dies.)
     """
 
-    def __init__(self, machine: Machine, devices: Devices, allocations: Allocations, files: Files) -> None:
+    def __init__(
+        self, machine: Machine, devices: Devices, allocations: Allocations, files: Files, teams: Teams
+    ) -> None:
+        self._teams = teams
         self._machine = machine
         self._devices = devices
         self._allocations = allocations
@@ -33,6 +41,8 @@ class Sharing:
         call = "cuMemExportToShareableHandle"
         with self._machine.lock:
             allocation = self._allocations.find(call, handle)
+            if isinstance(allocation, Team):
+                return self._teams.export(allocation, kind)
             if kind not in allocation.properties.handle_types or allocation.file is None:
                 rule = "the handle type is fixed at create, and this allocation was not created for it"
                 step = f"Create it with the handle type {kind.value}; an import cannot be exported again"
@@ -49,6 +59,11 @@ class Sharing:
             raise invalid(
                 _IMPORT, f"{type(shareable).__name__} as {kind.value}", "it is a file descriptor's number"
             )
+        try:
+            if stat.S_ISSOCK(os.fstat(shareable).st_mode):
+                return self._teams.adopt(shareable)
+        except (OSError, ValueError, OverflowError) as error:
+            raise _foreign(shareable, error) from error
         with self._machine.lock:
             try:
                 location, size = inspect(shareable, self._machine.options.granularity)

@@ -70,6 +70,7 @@ class Region:
     __slots__ = ("base", "born", "end", "granted", "identity", "readers", "reads", "writers", "writes")
 
     plain = False
+    multicast = False
 
     def __init__(self, base: int, size: int, identity: int, born: int) -> None:
         self.base = base
