@@ -36,8 +36,6 @@ from remap.types import AllocationProperties, Grants, HandleType, Location
 class PhysicalAllocation(Resource):
     """Bytes in one location, at no address yet. Made by `remap.create`. Source: cuMemCreate."""
 
-    __slots__ = ("_handle", "properties", "size")
-
     kind: ClassVar[str] = "physical allocation"
 
     def __init__(self, driver: Any, size: int, properties: AllocationProperties, *, handle: int = 0) -> None:
@@ -68,8 +66,6 @@ class PhysicalAllocation(Resource):
 
 class Reservation(Resource):
     """A range of addresses that nothing else will be given. Made by `remap.reserve`. Source: cuMemAddressReserve."""
-
-    __slots__ = ("_table", "address", "size")
 
     kind: ClassVar[str] = "reservation"
 
@@ -246,7 +242,8 @@ def create(
 def reserve(size: Size, *, alignment: Size | None = None, hint: int = 0) -> Reservation:
     """Reserve a range of `size` bytes of addresses.
 
-    `alignment` is a power of two; `hint` an address that is taken if it is free, and passed over if not. Raises
+    `alignment` is a power of two; `hint` an address, rounded down to the alignment, that is taken if it is free, and
+    passed over if not. Raises
     `AlignmentError` unless the size is a multiple of the granularity, and `OutOfAddressSpaceError`. Source:
     cuMemAddressReserve.
     """
@@ -256,8 +253,12 @@ def reserve(size: Size, *, alignment: Size | None = None, hint: int = 0) -> Rese
     number = parse_size(size)
     if number == 0:
         raise InvalidValueError("a reservation of 0 bytes", rule="a reservation has at least one granule")
-    check_aligned(number, driver.granularity(AllocationProperties(device().location)).minimum, "size")
-    return Reservation(driver, number, alignment=parse_alignment(alignment), hint=parse_size(hint, "hint"))
+    granularity = driver.granularity(AllocationProperties(device().location)).minimum
+    check_aligned(number, granularity, "size")
+    aligned = parse_alignment(alignment)
+    # A driver refuses a hint that it could not follow (seen on H200), but a hint is not a demand.
+    near = parse_size(hint, "hint") // max(aligned, granularity) * max(aligned, granularity)
+    return Reservation(driver, number, alignment=aligned, hint=near)
 
 
 def parse_alignment(alignment: Size | None) -> int:

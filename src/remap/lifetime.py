@@ -93,12 +93,13 @@ class Resource:
     `_detach()`, which returns the `Release` of what it owns, and may refuse to close in `_check_closable()`.
     """
 
-    __slots__ = ("__weakref__", "_driver", "_epoch", "_open", "serial")
+    __slots__ = ("__weakref__", "_driver", "_epoch", "_open", "_warns", "serial")
 
     kind: ClassVar[str] = "resource"
 
     def __init__(self, driver: Any) -> None:
         self._open = False
+        self._warns = True  # False for what is meant to be dropped: it is given back in silence
         self._driver = driver
         self._epoch = _process.epoch
         self.serial = next(_serials)
@@ -184,11 +185,13 @@ class Resource:
 
     def __del__(self) -> None:
         """Queue what an unclosed object owns, and warn."""
-        if not getattr(self, "_open", False) or self._epoch != _process.epoch or _process.ending:
+        if not self._open or self._epoch != _process.epoch or _process.ending:
             return
         self._open = False
         _live.pop(self.serial, None)
         queued.append(self._detach())
+        if not self._warns:
+            return
         description = self.describe()
         warnings.warn(
             f"{description} was never closed; remap.collect() or the next remap call gives it back. "

@@ -17,9 +17,6 @@ class TestCudaDriver(DriverConformance):
     # A context takes memory for its own page tables and queues one granule at a time, and keeps it. The suite's
     # allocations have two granules, so that a leak is larger than this.
     slack = 2 * MiB
-    # Not measured yet whether the driver looks at more than the first address of a transfer; the test that asks it,
-    # in a process of its own, is test_T9_transfers_are_checked_to_the_end.
-    transfers_checked_to_the_end = False
     share_of_examples = 0.1
 
     @classmethod

@@ -46,21 +46,14 @@ def place(
     """Check the options of an allocation and return what they amount to; raises before anything is allocated."""
     if _placements.driver is not driver or len(_placements.known) > _Placements.LIMIT:
         _placements.driver, _placements.known = driver, {}
-    key = (
-        tuple(resident) if isinstance(resident, list) else resident,
-        tuple(accessing) if isinstance(accessing, list) else accessing,
-        access,
-        shareable,
-        compressible,
-        rdma,
-    )
+    key: Any = (resident, accessing, access, shareable, compressible, rdma)
     try:
         found = _placements.known.get(key)
-    except TypeError:  # something in there has no hash, which is no mistake
-        return _place(driver, resident, accessing, access, shareable, compressible, rdma)
+    except TypeError:  # lists have no hash
+        key = tuple(tuple(part) if isinstance(part, list) else part for part in key)
+        found = _placements.known.get(key)
     if found is None:
-        found = _place(driver, key[0], key[1], access, shareable, compressible, rdma)
-        _placements.known[key] = found
+        found = _placements.known[key] = _place(driver, *key)
     return found
 
 

@@ -230,6 +230,11 @@ class Walk:
         return address + b * 4 % (size - length + 4) // 4 * 4, length
 
     def _may(self, address: int, size: int, *, writes: bool) -> bool:
+        pieces = self.model.pieces(address, size)
+        if not all(piece.allocation.location.is_device for piece in pieces):
+            # CUDA lets the CPU copy host-located memory in place of a device without the right (seen on H200); the
+            # rule book lays nothing down for that.
+            return self.model.usable(address, size, writes=True)
         if self.to_the_end or self.model.usable(address, size, writes=writes):
             return True
         return not self.model.usable(address, 1, writes=writes)

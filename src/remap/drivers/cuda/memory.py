@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from remap.drivers.cuda.bindings import cuda, failure
+from remap.drivers.cuda.host_mappings import HostMappings, at_host
 from remap.drivers.cuda.structures import (
     ACCESS_OF,
     access_descriptions,
@@ -31,7 +32,11 @@ _FABRIC_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class MemoryCalls:
-    """The half of the CUDA driver that deals with memory; it keeps no state."""
+    """The half of the CUDA driver that deals with memory; all it remembers is where host-located memory is mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host_mappings = HostMappings()
 
     # -- physical allocations --
 
@@ -56,7 +61,9 @@ class MemoryCalls:
                 rule, step = "", ""
             asked = f"create {format_size(size)} of {_told(properties)}"
             raise failure("cuMemCreate", err, asked=asked, rule=rule, next_step=step)
-        return int(handle)
+        number = int(handle)
+        self._host_mappings.created(number, at_host=not properties.location.is_device)
+        return number
 
     def release(self, handle: int) -> None:
         (err,) = cuda.cuMemRelease(handle)
@@ -69,7 +76,10 @@ class MemoryCalls:
             rule = "an allocation must be mapped there" if err == CudaResult.INVALID_VALUE else ""
             asked = f"retain the allocation at {address:#x}"
             raise failure("cuMemRetainAllocationHandle", err, asked=asked, rule=rule)
-        return int(handle)
+        number = int(handle)
+        if self._host_mappings:
+            self._host_mappings.created(number, at_host=_is_at_host(number))
+        return number
 
     def properties_of(self, handle: int) -> AllocationProperties:
         err, prop = cuda.cuMemGetAllocationPropertiesFromHandle(handle)
@@ -104,12 +114,15 @@ class MemoryCalls:
         if err:
             rule = _WHY_NOT_MAPPED.get(int(err), "")
             raise failure("cuMemMap", err, asked=_at("map an allocation", address, size), rule=rule)
+        self._host_mappings.mapped(address, size, handle)
 
     def unmap(self, address: int, size: int) -> None:
         (err,) = cuda.cuMemUnmap(address, size)
         if err:
             rule = "a range may hold whole mappings only" if err == CudaResult.INVALID_VALUE else ""
             raise failure("cuMemUnmap", err, asked=_at("unmap", address, size), rule=rule)
+        if self._host_mappings:
+            self._host_mappings.unmapped(address, size)
 
     def set_access(self, address: int, size: int, grants: Grants) -> None:
         descriptions = access_descriptions(tuple(grants))
@@ -170,6 +183,8 @@ class MemoryCalls:
             raise failure("cuMemFree", err, asked=f"free the allocation at {address:#x}")
 
     def copy_to_device(self, address: int, source: int, size: int, stream: int) -> None:
+        if self._host_mappings:
+            self._host_mappings.check("cuMemcpyHtoDAsync", address, size, writes=True, pageable=True)
         (err,) = cuda.cuMemcpyHtoDAsync(address, source, size, stream)
         if err:
             rule = _WHY_NOT_WRITTEN if err == CudaResult.INVALID_VALUE else ""
@@ -177,6 +192,8 @@ class MemoryCalls:
             raise failure("cuMemcpyHtoDAsync", err, asked=asked, rule=rule)
 
     def copy_to_host(self, destination: int, address: int, size: int, stream: int) -> None:
+        if self._host_mappings:
+            self._host_mappings.check("cuMemcpyDtoHAsync", address, size, writes=False)
         (err,) = cuda.cuMemcpyDtoHAsync(destination, address, size, stream)
         if err:
             rule = _WHY_NOT_READ if err == CudaResult.INVALID_VALUE else ""
@@ -184,6 +201,9 @@ class MemoryCalls:
             raise failure("cuMemcpyDtoHAsync", err, asked=asked, rule=rule)
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        if self._host_mappings:
+            self._host_mappings.check("cuMemcpyDtoDAsync", source, size, writes=False)
+            self._host_mappings.check("cuMemcpyDtoDAsync", destination, size, writes=True)
         (err,) = cuda.cuMemcpyDtoDAsync(destination, source, size, stream)
         if err:
             rule = "the source must be mapped and readable, the destination mapped and writable"
@@ -235,7 +255,14 @@ class MemoryCalls:
             )
             asked = f"import an allocation from {kind}"
             raise failure("cuMemImportFromShareableHandle", err, asked=asked, rule=rule)
-        return int(handle)
+        number = int(handle)
+        self._host_mappings.created(number, at_host=_is_at_host(number))
+        return number
+
+
+def _is_at_host(handle: int) -> bool:
+    err, prop = cuda.cuMemGetAllocationPropertiesFromHandle(handle)
+    return not err and at_host(prop)
 
 
 def _at(what: str, address: int, size: int) -> str:
