@@ -185,7 +185,8 @@ class Resource:
 
     def __del__(self) -> None:
         """Queue what an unclosed object owns, and warn."""
-        if not self._open or self._epoch != _process.epoch or _process.ending:
+        # A constructor that was refused before it called this class's own has left no `_open` behind.
+        if not getattr(self, "_open", False) or self._epoch != _process.epoch or _process.ending:
             return
         self._open = False
         _live.pop(self.serial, None)
