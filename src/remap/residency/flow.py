@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from remap.errors import RemapError
-from remap.lifetime import Step, undo
+from remap.lifetime import Release, Step, undo
 from remap.locations import Device
 from remap.residency.hostpool import Extent
 from remap.residency.results import Progress
@@ -179,8 +179,8 @@ class Window:
 
     def close(self) -> None:
         """Unmap everything and free the addresses; the memory is of others."""
-        self._driver.unmap(self.address, self._size)
-        self._driver.free_range(self.address, self._size)
+        where = (self.address, self._size)
+        Release(0, [(self._driver.unmap, where), (self._driver.free_range, where)]).run()
 
 
 def window_on(driver: Any, address: int, size: int, at: Device) -> Window:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, TypeAlias
 
 from remap import drivers, lifetime
@@ -114,17 +115,15 @@ class HostPool:
                 raise InvalidValueError(
                     f"{format_size(least)} of host memory prepared", rule=f"the limit is {format_size(bound)}"
                 )
+            missing = round_up(max(least - self._held, 0), SLAB) // SLAB
+            if missing:
+                self._check_room(
+                    missing * SLAB, "preparing"
+                )  # before either is noted: a failure changes nothing
+                arena = self._arena(device())
+                every = (arena.slab(index) for index in count())
+                self._commit(arena, list(islice((slab for slab in every if not slab.held), missing)))
             self._limit, self._prepared = bound, least
-            arena = self._arena(device()) if least else None
-            chosen: list[_Slab] = []
-            if arena is not None:
-                missing = round_up(max(least - self._held, 0), SLAB) // SLAB
-                for index in range(missing + len(arena.slabs)):
-                    slab = arena.slab(index)
-                    if not slab.held and len(chosen) < missing:
-                        chosen.append(slab)
-                self._check_room(len(chosen) * SLAB, "preparing")
-                self._commit(arena, chosen)
             self._shed()
 
     def take(self, sizes: Sequence[int], at: Device) -> list[Extent]:

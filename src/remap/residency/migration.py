@@ -16,7 +16,17 @@ from remap.ranges import Chunk
 from remap.residency.flow import Flow, Window
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
-from remap.residency.targets import Targets, actor, announce, chosen, free_memory, growth, held, wait
+from remap.residency.targets import (
+    Targets,
+    actor,
+    announce,
+    chosen,
+    free_memory,
+    free_memory_now,
+    growth,
+    held,
+    wait,
+)
 from remap.streams import After, Known
 from remap.types import Location
 
@@ -65,7 +75,7 @@ def migrate(
     announce(move.buffer for move in moves)
     if failure is not None:
         raise failure
-    after_it = {**free_memory(plans), **{one: device(one.index).memory() for one in before}}
+    after_it = free_memory_now(before)
     figures = current_pool(driver).statistics()
     return Moved(
         buffers=len(moves),

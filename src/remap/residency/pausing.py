@@ -26,6 +26,7 @@ from remap.residency.targets import (
     announce,
     chosen,
     free_memory,
+    free_memory_now,
     growth,
     held,
     near,
@@ -70,10 +71,14 @@ def pause(
     plans = chosen(buffers, keep)
     for buffer in plans:
         buffer._check()
-    plans = _awake(plans)
+    for buffer in [one for one, kept in plans.items() if not one._taken and _is_paused(one, kept)]:
+        del plans[buffer]
     notes: list[str] = []
     with held(plans, "paused", detach=detach):
-        plans = _awake(plans)  # another thread may have come first
+        for buffer in [
+            one for one, kept in plans.items() if _is_paused(one, kept)
+        ]:  # meanwhile, by another thread
+            del plans[buffer]
         for buffer in [buffer for buffer, kept in plans.items() if kept == "host" and _shares_memory(buffer)]:
             notes.append(
                 f"{buffer.describe()} stays mapped: its device shares memory with the CPU, nothing would be freed"
@@ -88,7 +93,7 @@ def pause(
     announce(plans)
     if failure is not None:
         raise failure
-    after_it = free_memory(plans)
+    after_it = free_memory_now(before)
     moved = sum(_bytes(buffer) for buffer, kept in plans.items() if kept is not None)
     figures = pool.statistics()
     return Moved(
@@ -255,10 +260,6 @@ def _all_mapped(driver: Any, buffer: Buffer) -> bool:
     except RemapError:
         return False
     return True
-
-
-def _awake(plans: Mapping[Buffer, Keep]) -> dict[Buffer, Keep]:
-    return {buffer: kept for buffer, kept in plans.items() if not _is_paused(buffer, kept)}
 
 
 def _is_paused(buffer: Buffer, kept: Keep) -> bool:

@@ -42,8 +42,11 @@ class Moved:
 
     def __str__(self) -> str:
         """Return the figures as one sentence."""
-        told = (
-            f"{self.buffers} buffer{'s' * (self.buffers != 1)}, {format_size(self.bytes)} in {self.seconds:.3g} s "
-            f"({self.rate:.3g} GB/s); {format_size(self.freed)} freed, {format_size(self.host)} of host memory held"
-        )
-        return "; ".join((told, *self.notes))
+        moved = f"{format_size(self.bytes)} copied in " if self.bytes else ""
+        rate = f" ({self.rate:.3g} GB/s)" if self.bytes else ""
+        told = [f"{self.buffers} buffer{'s' * (self.buffers != 1)}, {moved}{self.seconds:.3g} s{rate}"]
+        if self.freed:
+            told.append(f"{format_size(self.freed)} given back")
+        if self.host:
+            told.append(f"{format_size(self.host)} of host memory held")
+        return "; ".join((*told, *self.notes))

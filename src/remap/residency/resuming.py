@@ -22,6 +22,7 @@ from remap.residency.targets import (
     announce,
     chosen,
     free_memory,
+    free_memory_now,
     growth,
     held,
     near,
@@ -106,7 +107,8 @@ def resume(
     deadline = start + wait
     pause = 0.001
     while True:
-        with held([buffer for buffer in plans if buffer._paused], "resumed"):
+        # What another thread moves is refused there, whatever state it is in.
+        with held([buffer for buffer in plans if buffer._paused or buffer._taken], "resumed"):
             asked = [buffer for buffer in plans if buffer._paused]
             before = free_memory(asked)
             try:
@@ -143,7 +145,7 @@ def _wake(
     )
 
     def measure() -> Moved:
-        found = free_memory([buffer for buffer in buffers if not buffer.closed])
+        found = free_memory_now(before)
         figures = pool.statistics()
         return Moved(
             len(buffers), total, 0, growth(before, found), found, time.perf_counter() - start,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
 from remap.buffers.base import Buffer
-from remap.errors import InUseError, InvalidValueError
+from remap.errors import InUseError, InvalidValueError, RemapError
 from remap.lifetime import Resource
 from remap.locations import Device, device
 from remap.residency.stores import Keep
@@ -115,6 +115,15 @@ def free_memory(buffers: Iterable[Buffer]) -> dict[Location, MemoryInfo]:
     """Return the memory of each device that buffers lie on."""
     places = dict.fromkeys(place for buffer in buffers for place in buffer.resident if place.is_device)
     return {place: device(place.index).memory() for place in places}
+
+
+def free_memory_now(before: Mapping[Location, MemoryInfo]) -> dict[Location, MemoryInfo]:
+    """Return the memory of the same devices, when all is done: a figure that cannot be had is left out then."""
+    found: dict[Location, MemoryInfo] = {}
+    for place in before:
+        with suppress(RemapError):
+            found[place] = device(place.index).memory()
+    return found
 
 
 def growth(before: Mapping[Location, MemoryInfo], after: Mapping[Location, MemoryInfo]) -> int:

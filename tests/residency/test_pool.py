@@ -1,0 +1,133 @@
+"""The pool of host memory: its limit, what is prepared or kept, and that the rest is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+import remap
+from remap import MiB
+from remap.residency.hostpool import SLAB, HostPool
+from remap.testing.stage import Stage
+
+from .support import SIZE, filled, holds, settled
+
+pytest_plugins = ("remap.testing.stage",)
+
+
+@pytest.fixture(name="pool")
+def _pool(stage: Stage) -> Generator[HostPool]:
+    del stage
+    pool = remap.host_pool()
+    pool.trim()
+    yield pool
+    pool.trim()
+    pool.configure(1 << 60, 0)
+
+
+def test_memory_is_given_back_or_kept(pool: HostPool) -> None:
+    """After a resume host memory is released, unless that call asks to keep it; trim gives it back (traps 6, 15)."""
+    with filled(SIZE, 2 * SIZE) as buffers:
+        assert remap.pause(buffers).host == SLAB
+        woken = remap.resume(buffers, keep_host=True)
+        figures = pool.statistics()
+        assert (woken.host, figures.held, figures.ready, figures.used) == (SLAB, SLAB, SLAB, 0)
+        remap.pause(buffers)
+        assert pool.statistics().used == 3 * SIZE
+        assert pool.statistics().held == SLAB, "what was kept is used again"
+        remap.resume(buffers)
+        assert settled(), "an option of one call is none of the next"
+        remap.pause(buffers)
+        remap.resume(buffers, keep_host=True)
+        assert pool.trim() == SLAB
+        assert pool.statistics().held == 0
+        assert holds(buffers)
+
+
+def test_prepared_memory(pool: HostPool) -> None:
+    """What is prepared is there before the first pause, and stays after it, until nothing is to be prepared."""
+    remap.host_pool(prepare=3 * SLAB - 5)
+    pool.wait()
+    figures = pool.statistics()
+    assert (figures.held, figures.ready, figures.prepared) == (3 * SLAB, 3 * SLAB, 3 * SLAB - 5)
+    with filled(SLAB, SLAB) as buffers:
+        remap.pause(buffers)
+        assert pool.statistics().held == 3 * SLAB
+        remap.resume(buffers)
+        pool.wait()
+        assert pool.statistics().ready == 3 * SLAB
+        assert holds(buffers)
+    remap.host_pool(prepare=0)
+    assert settled()
+
+
+def test_the_limit(pool: HostPool) -> None:
+    """Beyond the limit a pause is refused with its figures and the ways out; nothing has happened then (9)."""
+    remap.host_pool(limit=2 * SLAB)
+    with filled(SLAB, SLAB, 2 * MiB) as buffers:
+        with pytest.raises(remap.OutOfMemoryError, match=r"limit is 64 MiB.*keep=\"disk\""):
+            remap.pause(buffers)
+        assert pool.statistics().held == 0
+        assert holds(buffers)
+        remap.pause(buffers[:2])
+        with pytest.raises(remap.OutOfMemoryError, match="64 MiB are in use"):
+            remap.pause(buffers[2])
+        remap.resume(buffers[0])
+        remap.pause(buffers[2])
+        remap.resume(buffers)
+        assert holds(buffers)
+    with pytest.raises(remap.InvalidValueError, match="limit"):
+        remap.host_pool(prepare=4 * SLAB)
+    assert pool.statistics().prepared == 0
+
+
+def test_ready_memory_makes_room(pool: HostPool) -> None:
+    """Memory that only waits for use does not count against a pause under the limit."""
+    remap.host_pool(limit=2 * SLAB)
+    with filled(SLAB, SLAB) as buffers:
+        remap.pause(buffers)
+        remap.resume(buffers[0], keep_host=True)
+        remap.resume(buffers[1], keep_host=True)
+        with filled(2 * SLAB) as (larger,):
+            remap.pause(larger)
+            assert pool.statistics().held <= 2 * SLAB
+            remap.resume(larger)
+
+
+def test_a_machine_without_so_much(pool: HostPool) -> None:
+    """More than the machine has is refused before any of it is touched."""
+    with pytest.raises(remap.OutOfMemoryError, match="the machine has"):
+        remap.host_pool(prepare="1000TiB")
+    pool.configure(None, 0)
+    assert pool.statistics().held == 0
+
+
+def test_memory_that_cannot_be_locked(stage: Stage, pool: HostPool) -> None:
+    """Where pages cannot be locked, copies are slower and as right, and the result says so (trap 17)."""
+    if not hasattr(stage.inner, "register_pinned"):
+        pytest.skip("the driver has no pinned memory")
+    stage.faulty.fail("register_pinned", repeat=True)
+    with filled(SIZE) as buffers:
+        slept = remap.pause(buffers)
+        assert any("could not be page-locked" in note for note in slept.notes)
+        assert pool.statistics().pinned == 0
+        remap.resume(buffers)
+        assert holds(buffers)
+    stage.faulty.heal()
+
+
+def test_a_pool_goes_with_its_driver(stage: Stage) -> None:
+    """When another driver takes over, the pool of the old one is given back, and the new one begins with none."""
+    with filled(SIZE) as buffers:
+        remap.pause(buffers)
+        remap.resume(buffers, keep_host=True)
+    old = remap.host_pool()
+    assert old.statistics().held == SLAB
+    remap.use(stage.inner)
+    try:
+        assert old.statistics().held == 0
+        assert remap.host_pool() is not old
+        assert remap.host_pool().statistics().held == 0
+    finally:
+        remap.use(stage.recording)
