@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -22,11 +24,16 @@ class BrokerProcess:
     """`remap serve` in a process of its own."""
 
     def __init__(
-        self, path: Path, environment: Mapping[str, str] | None = None, command: tuple[str, ...] = COMMAND
+        self,
+        path: Path,
+        environment: Mapping[str, str] | None = None,
+        command: tuple[str, ...] = COMMAND,
+        pass_fds: tuple[int, ...] = (),
     ) -> None:
         self.path = path
         self._environment = {**os.environ, **(environment or {})}
         self._command = command
+        self._pass_fds = pass_fds
         self._stack = ExitStack()
         self.start()
 
@@ -40,6 +47,7 @@ class BrokerProcess:
                 stderr=subprocess.PIPE,
                 text=True,
                 env=self._environment,
+                pass_fds=self._pass_fds,
             )
         )
         assert self.process.stdout is not None
@@ -121,3 +129,63 @@ class Child:
             self.process.kill()
             self.process.join(LIMIT)
         self.link.close()
+
+
+class ServiceManager:
+    """What systemd is to a service: takes notifications and descriptors, and gives those to the next start."""
+
+    LAUNCH = """
+import fcntl, os, sys
+numbers, names = [int(one) for one in sys.argv[1].split(",") if one], sys.argv[2]
+high = [fcntl.fcntl(number, fcntl.F_DUPFD, 500) for number in numbers]
+for index, number in enumerate(high):
+    os.dup2(number, 3 + index)
+for number in high:
+    os.close(number)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=str(len(numbers)), LISTEN_FDNAMES=names)
+os.execv(sys.executable, sys.argv[3:])
+"""
+
+    def __init__(self, path: Path) -> None:
+        self.said: list[str] = []
+        self.store: dict[str, int] = {}
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            message, numbers, _, _ = socket.recv_fds(self._socket, 4096, 10)
+            fields = dict(line.split("=", 1) for line in message.decode().splitlines())
+            name = fields.get("FDNAME", "")
+            if "FDSTORE" in fields:
+                assert len(numbers) == 1
+                assert name.isascii()
+                assert ":" not in name
+                self.store[name] = numbers[0]
+            elif "FDSTOREREMOVE" in fields:
+                os.close(self.store.pop(name))
+            elif "STOP" in fields:
+                return
+            self.said.append(message.decode())
+
+    def run(self, path: Path) -> BrokerProcess:
+        """Start the service with what is in the store."""
+        numbers = ",".join(map(str, self.store.values()))
+        arguments = (numbers, ":".join(self.store), sys.executable, *COMMAND[1:])
+        command = (sys.executable, "-c", self.LAUNCH, *arguments)
+        environment = {"NOTIFY_SOCKET": str(self.path)}
+        return BrokerProcess(path, environment, command, tuple(self.store.values()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
+            link.sendto(b"STOP=1", str(self.path))
+        self._thread.join(LIMIT)
+        self._socket.close()
+        for number in self.store.values():
+            os.close(number)
