@@ -12,13 +12,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from remap.arrays import DeviceArray as DeviceArray
+    from remap.buffers.advise import Advice as Advice
+    from remap.buffers.advise import advise as advise
     from remap.buffers.base import Buffer as Buffer
     from remap.buffers.base import allocate as allocate
+    from remap.buffers.box import DeviceBox as DeviceBox
+    from remap.buffers.chains import Chain as Chain
+    from remap.buffers.chains import chain as chain
+    from remap.buffers.device import DeviceBuffer as DeviceBuffer
     from remap.buffers.elastic import ElasticBuffer as ElasticBuffer
+    from remap.buffers.managed import Managed as Managed
+    from remap.buffers.managed import managed as managed
+    from remap.buffers.pinned import Pinned as Pinned
+    from remap.buffers.pinned import pinned as pinned
+    from remap.buffers.pinned import register as register
     from remap.buffers.ring import RingBuffer as RingBuffer
     from remap.buffers.shares import footprint as footprint
     from remap.chunks.pool import ChunkPool as ChunkPool
     from remap.chunks.pool import chunk_pool as chunk_pool
+    from remap.collectives import MulticastCollectives as MulticastCollectives
     from remap.drivers import current
     from remap.drivers import use as use
     from remap.errors import AccessError as AccessError
@@ -112,14 +124,18 @@ if TYPE_CHECKING:
     from remap.sharing.exported import Exported as Exported
     from remap.sharing.importing import ImportedBuffer as ImportedBuffer
     from remap.sharing.importing import open as open
+    from remap.sharing.multicast import MulticastObject as MulticastObject
+    from remap.sharing.multicast import MulticastView as MulticastView
     from remap.sharing.ranks import MpiExchange as MpiExchange
     from remap.sharing.ranks import TorchExchange as TorchExchange
+    from remap.sharing.symmetric import SymmetricBuffer as SymmetricBuffer
     from remap.sizes import GiB as GiB
     from remap.sizes import KiB as KiB
     from remap.sizes import MiB as MiB
     from remap.sizes import TiB as TiB
     from remap.streams import Event as Event
     from remap.streams import Stream as Stream
+    from remap.streams import default_stream as default_stream
     from remap.types import Access as Access
     from remap.types import Capability as Capability
     from remap.types import HandleType as HandleType
@@ -160,11 +176,17 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "drivers": ("use",),
     "locations": ("Device", "device", "devices"),
-    "streams": ("Event", "Stream"),
+    "streams": ("Event", "Stream", "default_stream"),
     "arrays": ("DeviceArray",),
     "foreign": ("ForeignArray", "as_array", "from_dlpack"),
     "handles": ("Mapping", "PhysicalAllocation", "Reservation", "create", "reserve"),
     "buffers.base": ("Buffer", "allocate"),
+    "buffers.device": ("DeviceBuffer",),
+    "buffers.box": ("DeviceBox",),
+    "buffers.pinned": ("Pinned", "pinned", "register"),
+    "buffers.managed": ("Managed", "managed"),
+    "buffers.advise": ("Advice", "advise"),
+    "buffers.chains": ("Chain", "chain"),
     "buffers.elastic": ("ElasticBuffer",),
     "buffers.ring": ("RingBuffer",),
     "buffers.shares": ("footprint",),
@@ -201,6 +223,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "unchecked",
         "warp_index",
     ),
+    "collectives": ("MulticastCollectives",),
     "sharing.broker": ("serve",),
     "sharing.client": ("BrokerClient", "connect"),
     "sharing.events": ("SharedEvent",),
@@ -208,7 +231,9 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "sharing.export": ("export",),
     "sharing.exported": ("Exported",),
     "sharing.importing": ("ImportedBuffer", "open"),
+    "sharing.multicast": ("MulticastObject", "MulticastView"),
     "sharing.ranks": ("MpiExchange", "TorchExchange"),
+    "sharing.symmetric": ("SymmetricBuffer",),
     "residency": (
         "ChunkEvent",
         "DiskError",

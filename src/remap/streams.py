@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.errors import InUseError, InvalidValueError
-from remap.lifetime import Description, Release, Resource, Step, epoch
+from remap.lifetime import Description, Release, Resource, Rollback, Step, epoch
 from remap.locations import Device, DeviceLike, device
 
 
@@ -26,34 +26,30 @@ class SupportsStream(Protocol):
         ...
 
 
-class Stream(Resource):
-    """A queue of work on one device that runs in order.
+class StreamCalls:
+    """What can be done with any stream of remap: those that it creates, and the default ones."""
 
-    `nonblocking=True` (the default) means that it does not order itself with the legacy default stream.
-    Source: cuStreamCreateWithPriority.
-    """
+    __slots__ = ()
 
-    __slots__ = ("device", "handle")
-
-    kind: ClassVar[str] = "stream"
-
-    def __init__(self, at: DeviceLike | None = None, *, nonblocking: bool = True, priority: int = 0) -> None:
-        self.device = device(at)
-        super().__init__(self.device._driver)
-        with self.device.current():
-            self.handle: int = self._driver.create_stream(nonblocking, priority)
-        self._opened()
+    device: Device
+    handle: int
+    _driver: Any
 
     def synchronize(self) -> None:
-        """Wait until all work queued so far has completed."""
+        """Wait until all work queued so far has completed.
+
+        Raises `InUseError` while the stream is being captured: a wait would break the capture.
+        """
         self._check()
+        Queue(self.handle, self.device, self).check_not_capturing(f"wait for {self}")
         with self.device.current():
             self._driver.synchronize_stream(self.handle)
 
     @property
     def done(self) -> bool:
-        """Whether all work queued so far has completed; does not wait."""
+        """Whether all work queued so far has completed; does not wait. Refused as `synchronize` is."""
         self._check()
+        Queue(self.handle, self.device, self).check_not_capturing(f"question whether {self} is done")
         with self.device.current():
             return bool(self._driver.stream_done(self.handle))
 
@@ -87,12 +83,16 @@ class Stream(Resource):
         other = as_stream(what, self.device)
         with other.device.current(), Event(other.device) as event:
             self._driver.record_event(event.handle, other.handle)
-            self._driver.wait_event(self.handle, event.handle)
+            with self.device.current():  # it says which device's default stream is meant
+                self._driver.wait_event(self.handle, event.handle)
 
     def fork(self) -> Stream:
-        """Return a new stream of the same device that starts where this one is now."""
-        child = Stream(self.device)
-        child.wait(self)
+        """Return a new stream of the same device whose work starts where this one is now."""
+        self._check()
+        with Rollback() as rollback:
+            child = Stream(self.device)
+            rollback.undo(child.close)
+            child.wait(self)
         return child
 
     def join(self, *others: StreamLike) -> None:
@@ -100,10 +100,32 @@ class Stream(Resource):
         for other in others:
             self.wait(other)
 
+    def _check(self) -> None:
+        """Raise where the stream cannot be used any more."""
+
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return (0, handle), so that any CUDA library takes this stream."""
         self._check()
         return 0, self.handle
+
+
+class Stream(Resource, StreamCalls):
+    """A queue of work on one device that runs in order.
+
+    `nonblocking=True` (the default) means that it does not order itself with the legacy default stream.
+    Source: cuStreamCreateWithPriority.
+    """
+
+    __slots__ = ("device", "handle")
+
+    kind: ClassVar[str] = "stream"
+
+    def __init__(self, at: DeviceLike | None = None, *, nonblocking: bool = True, priority: int = 0) -> None:
+        self.device = device(at)
+        super().__init__(self.device._driver)
+        with self.device.current():
+            self.handle: int = self._driver.create_stream(nonblocking, priority)
+        self._opened()
 
     def close(self) -> None:
         """Wait for the work of this stream, then destroy it. Closing again does nothing.
@@ -126,6 +148,25 @@ class Stream(Resource):
     def describe(self) -> Description:
         """Return what this stream is."""
         return Description(self.kind, self.serial, 0, None, f"on {self.device}, handle {self.handle:#x}")
+
+
+class DefaultStream(StreamCalls):
+    """The default stream of a device: what `stream=None` means. Made by `remap.default_stream`; nothing to close.
+
+    It is the legacy one, which waits for the device's blocking streams and they for it, or, where
+    `CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM` says so, the calling thread's own.
+    """
+
+    __slots__ = ("_driver", "device", "handle")
+
+    def __init__(self, at: Device) -> None:
+        self.device, self._driver = at, at._driver
+        self.handle = default_handle()
+
+
+def default_stream(at: DeviceLike | None = None) -> DefaultStream:
+    """Return the default stream of a device, the fastest by default."""
+    return DefaultStream(device(at))
 
 
 class Event(Resource):
@@ -210,7 +251,7 @@ def as_stream(stream: StreamLike | None, at: Device) -> Queue:
     """Return any form of stream as a `Queue` on device `at` (a remap stream knows its own device)."""
     if stream is None:
         return Queue(default_handle(), at, None)
-    if isinstance(stream, Stream):
+    if isinstance(stream, StreamCalls):
         stream._check()
         return Queue(stream.handle, stream.device, stream)
     if isinstance(stream, int):
@@ -316,7 +357,8 @@ class Uses:
                 continue
             with queue.device.current(), Event(queue.device) as event:
                 queue.device._driver.record_event(event.handle, handle)
-                target.device._driver.wait_event(target.handle, event.handle)
+                with target.device.current():  # it says which device's default stream is meant
+                    target.device._driver.wait_event(target.handle, event.handle)
         for event in list(self._events.values()):
             with target.device.current():
                 target.device._driver.wait_event(target.handle, event.handle)
@@ -337,8 +379,8 @@ def wait_for_all(uses: Sequence[tuple[Uses, tuple[Device, ...], str]]) -> None:
     """
     for one, _, asked in uses:
         one.check_not_capturing(asked)
-    for device in dict.fromkeys(device for one, accessing, _ in uses if one.escaped for device in accessing):
-        device.synchronize()
+    for place in dict.fromkeys(place for one, accessing, _ in uses if one.escaped for place in accessing):
+        place.synchronize()
     for one, accessing, asked in uses:
         escaped, one.escaped = one.escaped, False  # that much is done
         try:

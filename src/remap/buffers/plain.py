@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from remap.buffers.fixed import FixedMemory
 from remap.errors import OutOfMemoryError
-from remap.lifetime import Description, Release, drain, queued
+from remap.lifetime import Release, drain, queued
 from remap.locations import Device, DeviceLike, device
 from remap.sizes import Size, format_size, parse_size
-from remap.spans import Chunk, Span
 from remap.types import Access
 
 
-class PlainMemory(Span):
+class PlainMemory(FixedMemory):
     """Memory that a device's own allocator handed out. Made by `allocate_plain`.
 
     It lies on one device, which alone may touch it; its address, its bytes and its right are one thing, so it can
@@ -24,6 +24,7 @@ class PlainMemory(Span):
     def __init__(self, at: Device, size: int) -> None:
         super().__init__(at._driver)
         self.device = at
+        self._place = at.location
         self._size = size
         self._rights = {at.location: Access.READ_WRITE}
         if size:  # nothing is asked of the driver for no bytes
@@ -31,18 +32,9 @@ class PlainMemory(Span):
                 self._address = self._driver.allocate(size)
         self._opened()
 
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """The one (address, size, location) of this memory. Reading it lets the address escape."""
-        return (Chunk(self.address, self._size, self.device.location),) if self._size else ()
-
     def _detach(self) -> Release:
         steps = [(_free, (self.device, self._address))] if self._size else []
         return Release(0, [*steps], self._wait_on_close())
-
-    def describe(self) -> Description:
-        """Return what this memory is."""
-        return Description(self.kind, self.serial, self._size, self._address, f"on {self.device}")
 
 
 def allocate_plain(size: Size, *, at: DeviceLike | None = None) -> PlainMemory:

@@ -23,6 +23,7 @@ def follow(pipe: Connection, exported: bytes) -> None:
             driver.synchronize_stream(stream)
             driver.synchronize_event(event)
             assert driver.event_done(event)
+            pipe.send("waited")
         driver.destroy_event(event)
         driver.destroy_stream(stream)
 

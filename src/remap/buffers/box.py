@@ -1,0 +1,264 @@
+"""`DeviceBox`: typed memory that is allocated and freed in the order of a stream, and so never makes anybody wait."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from remap.buffers.fixed import FixedMemory
+from remap.buffers.pooled import borrow
+from remap.buffers.typed import OwnedMemory, Shape, extent, place_of
+from remap.drivers.powers import PoolFigures, SupportsPools
+from remap.errors import InUseError, OutOfMemoryError, driver_error
+from remap.lifetime import Release, drain, queued, undo
+from remap.locations import Device, DeviceLike, device
+from remap.sizes import Size, format_size, parse_size
+from remap.spans import host_array
+from remap.streams import After, Event, Known, Queue, StreamLike, Uses, as_stream
+from remap.types import Access
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+
+class PoolMemory(FixedMemory):
+    """Bytes of a device's memory pool, from a point in one stream, its home, to another one there.
+
+    Work that remap queues on other streams waits for the home stream first, and the free comes after all of it; the
+    host waits for none of that. Source: cuMemAllocAsync, cuMemFreeAsync.
+    """
+
+    kind: ClassVar[str] = "pool memory"
+
+    def __init__(self, at: Device, size: int, home: Queue) -> None:
+        super().__init__(at._driver)
+        self.device = at
+        self.home = home
+        self._place = at.location
+        self._size = size
+        self._rights = {at.location: Access.READ_WRITE}
+        if size:
+            with at.current():
+                _check_not_capturing(home, "an allocation from the pool")
+                self._address = self._driver.pool_allocate(size, home.handle)
+            if home.transient:  # nobody can name it later, so an event stands for it
+                self._uses.add(home)
+            self._arriving = _Born(home, self)
+        self._opened()
+
+    def close(self, *, after: After = Known.STREAMS) -> None:
+        """Free the memory in stream order; never waits. Closing again does nothing.
+
+        The free comes after all work on it that remap saw, on whatever stream. `after=` names a stream or an event
+        that it is to come after instead, or None: the caller's promise that the home stream's order is enough. Where
+        the address was given away remap cannot see who uses it: let those streams `use` the memory. Raises
+        `InUseError`, and stays open, under a capture and while arrays of other libraries view it.
+        """
+        if isinstance(after, Known):
+            super().close()
+            return
+        release = self._begin_close()
+        if release is not None:
+            release.steps = (
+                [(_free, (self.device, self.home, self._address, None, after))] if self._size else []
+            )
+            self._finish_close(release)
+            if self._known_uses is not None:
+                self._known_uses.forget()
+
+    @contextmanager
+    def use(self, stream: StreamLike) -> Generator[int]:
+        """Let a stream that remap does not see use the memory within a block; yields the address.
+
+        What is queued there before the block ends comes after the allocation and before the free.
+        """
+        queue = as_stream(stream, self.device)
+        self._begin_use("use", self.device.location, Access.READ_WRITE)
+        try:
+            with queue.device.current():
+                if self._arriving is not None:
+                    self._arriving.join(queue)
+            yield self._address
+        finally:
+            self._end_use(queue)
+
+    def _check_closable(self) -> None:
+        super()._check_closable()
+        asked = f"closing {self.kind} {self.serial}"
+        if self._size and not (self.home.over or self.home.transient):
+            _check_not_capturing(self.home, asked)
+        if self._known_uses is not None:
+            self._known_uses.check_not_capturing(asked)
+
+    def _detach(self) -> Release:
+        if not self._size:
+            return Release(0, [])
+        return Release(0, [(_free, (self.device, self.home, self._address, self._known_uses, None))])
+
+
+class _Born:
+    """The beginning of pool memory, which other streams have to wait for: `Range._arriving`."""
+
+    __slots__ = ("_home", "_uses")
+
+    def __init__(self, home: Queue, memory: PoolMemory) -> None:
+        self._home = home
+        self._uses = memory._uses if home.transient else None
+
+    def join(self, queue: Queue, part: tuple[int, int] | None = None) -> None:
+        home = self._home
+        if self._uses is not None:
+            self._uses.join(queue)
+        elif not (home.over or (queue.handle == home.handle and queue.device == home.device)):
+            _follow(queue, home)
+
+
+class DeviceBox(OwnedMemory):
+    """Typed memory of a device's pool: the choice for many small and short-lived arrays.
+
+    Its home is the stream that it is made on. Closing it frees it in stream order and never waits; what is queued
+    after that, anywhere, gets the memory when the work before has passed. Under a capture it is refused: use
+    `remap.Graph`, whose memory belongs to the graph.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def from_host(
+        cls, array: Any, *, stream: StreamLike | None = None, device: DeviceLike | None = None
+    ) -> DeviceBox:
+        """Return a box with a copy of a contiguous host array; waits, and raises, as `DeviceBuffer.from_host` does."""
+        host = host_array(array, "from_host", writable=False)
+        return cls._made(host.shape, host.dtype, stream, device, host)
+
+    @classmethod
+    def zeroed(
+        cls,
+        shape: Shape,
+        dtype: DTypeLike = "float32",
+        *,
+        stream: StreamLike | None = None,
+        device: DeviceLike | None = None,
+    ) -> DeviceBox:
+        """Return a box of zeros. Waits until they are written, unless `stream` is given."""
+        return cls._made(*extent(shape, dtype)[:2], stream, device, 0)
+
+    @classmethod
+    def empty(
+        cls,
+        shape: Shape,
+        dtype: DTypeLike = "float32",
+        *,
+        stream: StreamLike | None = None,
+        device: DeviceLike | None = None,
+    ) -> DeviceBox:
+        """Return a box whose contents are undefined; never waits."""
+        return cls._made(*extent(shape, dtype)[:2], stream, device, None)
+
+    @classmethod
+    def _made(
+        cls,
+        shape: tuple[int, ...],
+        dtype: Any,
+        stream: StreamLike | None,
+        at: DeviceLike | None,
+        contents: Any,
+    ) -> DeviceBox:
+        _, kind, size = extent(shape, dtype)
+        place = place_of(at, stream)
+        made = cls(allocate_pooled(size, place, as_stream(stream, place)), kind, shape)
+        try:
+            if contents is not None and size:
+                if isinstance(contents, int):
+                    made.owner.fill(contents, stream=stream)
+                else:
+                    made.copy_from_host(contents, stream=stream)
+        except BaseException as error:
+            undo(error, made.close)
+            raise
+        return made
+
+    def use(self, stream: StreamLike) -> AbstractContextManager[int]:
+        """Let a stream that remap does not see use the memory within a block, as `PoolMemory.use` does."""
+        assert isinstance(self.owner, PoolMemory)
+        return self.owner.use(stream)
+
+    @staticmethod
+    def statistics(device: DeviceLike | None = None) -> PoolFigures:
+        """Return what a device's pool holds at this moment: bytes in use and reserved, now and at most."""
+        place, driver = _pool_of(device)
+        return driver.pool_figures(place.index)
+
+    @staticmethod
+    def trim(device: DeviceLike | None = None, *, keep: Size = 0) -> int:
+        """Give memory that no box uses back to the device, down to `keep` bytes; return how many bytes that were."""
+        place, driver = _pool_of(device)
+        with place.current():
+            before = driver.pool_figures(place.index).reserved
+            driver.pool_trim(place.index, parse_size(keep, "keep"))
+            return before - driver.pool_figures(place.index).reserved
+
+    @staticmethod
+    def retain(size: Size, device: DeviceLike | None = None) -> None:
+        """Let a device's pool keep up to `size` free bytes across waits; at first it keeps nothing."""
+        place, driver = _pool_of(device)
+        driver.pool_retain(place.index, parse_size(size))
+
+
+def allocate_pooled(size: int, at: Device, home: Queue) -> PoolMemory:
+    """Allocate bytes of a device's pool in the order of a stream; raises `OutOfMemoryError`, `NotSupportedError`."""
+    if queued:
+        drain()
+    _pool_of(at)
+    if home.device != at:
+        raise driver_error("cuMemAllocAsync", 1, asked=f"pool memory of {at} on a stream of {home.device}")
+    try:
+        return PoolMemory(at, size, home)
+    except OutOfMemoryError as error:
+        info = at.memory()
+        free = f"{format_size(info.free)} of {format_size(info.total)} are free there"
+        raise error.explain(f"{format_size(size)} of the pool of {at}", rule=free) from None
+
+
+def _pool_of(which: DeviceLike | None) -> tuple[Device, SupportsPools]:
+    place = device(which)
+    place.require("memory_pools")
+    assert isinstance(place._driver, SupportsPools), "a driver with the capability has the calls"
+    return place, place._driver
+
+
+def _check_not_capturing(queue: Queue, asked: str) -> None:
+    try:
+        queue.check_not_capturing(asked)
+    except InUseError as error:
+        step = "Allocate before the capture, or use remap.Graph, whose memory belongs to the graph"
+        raise error.explain(asked, next_step=step) from None
+
+
+def _free(at: Device, home: Queue, address: int, uses: Uses | None, after: StreamLike | Event | None) -> None:
+    """Free memory in its home stream, or in a lent one where that has gone, after the work of all others."""
+    driver: Any = at._driver
+    lent = borrow(at) if home.over or home.transient else None
+    if lent is not None:
+        home = Queue(lent.handle, at, lent)
+    if uses is not None:
+        uses.join(home)
+    with at.current():
+        if isinstance(after, Event):
+            driver.wait_event(home.handle, after.handle)
+        elif after is not None:
+            _follow(home, as_stream(after, at))
+        driver.pool_free(address, home.handle)
+    if uses is not None:
+        uses.forget()
+    if lent is not None:
+        lent.give_back()
+
+
+def _follow(later: Queue, earlier: Queue) -> None:
+    """Let later work of one stream wait for what another has queued so far."""
+    with earlier.device.current(), Event(earlier.device) as event:
+        earlier.device._driver.record_event(event.handle, earlier.handle)
+        with later.device.current():
+            later.device._driver.wait_event(later.handle, event.handle)

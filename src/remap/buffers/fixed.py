@@ -1,0 +1,44 @@
+"""`FixedMemory`: memory whose bytes, address and rights are one thing, as all allocators but mapping give it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NoReturn
+
+from remap.errors import AccessError
+from remap.lifetime import Description
+from remap.locations import AccessLike, LocationLike, location
+from remap.spans import Chunk, Span
+from remap.types import Access, Location
+
+
+class FixedMemory(Span):
+    """Memory that can neither change its rights nor what stands behind its address: the base of all but mappings."""
+
+    kind: ClassVar[str] = "memory"
+
+    _place: Location
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The one (address, size, location) of this memory. Reading it lets the address escape."""
+        return (Chunk(self.address, self._size, self._place),) if self._size else ()
+
+    def set_access(self, access: AccessLike) -> NoReturn:
+        """Refuse: rights belong to mappings."""
+        raise AccessError(
+            f"change of access to {self.describe()}",
+            rule="only mapped memory has rights that can be changed",
+            next_step="Use remap.allocate(…), or a DeviceBuffer with source='mapped'",
+        )
+
+    def get_access(self, where: LocationLike) -> Access:
+        """Return the right of a location; it is what it was from the beginning."""
+        self._check()
+        return self._right(location(where))
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        return [(self._address, self._size)] if self._size else []
+
+    def describe(self) -> Description:
+        """Return what this memory is."""
+        return Description(self.kind, self.serial, self._size, self._address, f"on {self._place}")

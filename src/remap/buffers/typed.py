@@ -1,0 +1,207 @@
+"""`TypedMemory`: memory as elements of one type, with copies in the order of what was queued on it, and slices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias
+
+from remap.arrays import DeviceArray
+from remap.errors import InvalidValueError
+from remap.foreign import check_extent
+from remap.locations import Device, device
+from remap.spans import Span, host_array
+from remap.streams import After, Known, Queue, StreamCalls, StreamLike, default_handle
+from remap.types import Access
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+Shape: TypeAlias = SupportsIndex | Sequence[SupportsIndex]
+"""What is taken as a shape: one extent, or a sequence of them."""
+
+
+class TypedMemory(DeviceArray):
+    """Contiguous elements of one type: all of some memory, or a slice of it, which keeps the owner.
+
+    A copy with no `stream` comes after everything that remap saw being queued on the memory, on whatever stream, and
+    waits until it is done. With a `stream` it is queued there, in the order of that stream alone.
+    """
+
+    __slots__ = ()
+
+    owner: Span
+
+    # -- parts of it --
+
+    def __getitem__(self, key: SupportsIndex | slice) -> TypedMemory:
+        """Return a part along the first axis: a slice of step 1, or one element of it, without a copy."""
+        if not self.shape:
+            raise InvalidValueError(
+                "a part of an array of no dimensions", rule="it has a first axis only above that"
+            )
+        count, rest = self.shape[0], self.shape[1:]
+        row = check_extent(rest, int(self.dtype.itemsize))
+        if isinstance(key, slice):
+            start, stop, step = key.indices(count)
+            if step != 1:
+                raise InvalidValueError(
+                    f"a slice of step {step}",
+                    rule="a part must be contiguous",
+                    next_step="Copy to the host and slice there",
+                )
+            return self._part((max(stop - start, 0), *rest), self.offset + start * row)
+        index = operator.index(key)
+        if not -count <= index < count:
+            raise IndexError(f"index {index} of an array of {count}")
+        return self._part(rest, self.offset + index % count * row)
+
+    def reshape(self, *shape: int) -> TypedMemory:
+        """Return the same elements in another shape; raises `InvalidValueError` unless their number is the same."""
+        return self._part(super().reshape(*shape).shape, self.offset)
+
+    def view(self, dtype: DTypeLike) -> TypedMemory:
+        """Return the same bytes as elements of another type.
+
+        The last axis shrinks or grows with the size of the type. Raises `InvalidValueError` where its bytes are not
+        whole elements of that type, and `AlignmentError`.
+        """
+        other = super().view(dtype)
+        return self._part(other.shape, self.offset, other.dtype)
+
+    def _part(self, shape: tuple[int, ...], offset: int, dtype: Any = None) -> TypedMemory:
+        return TypedMemory(self.owner, self.dtype if dtype is None else dtype, shape, offset)
+
+    # -- copies --
+
+    def to_host(self, *, stream: StreamLike | None = None) -> NDArray[Any]:
+        """Return a new NumPy array with the elements. Waits, with a `stream` for that one."""
+        import numpy as np
+
+        out = np.empty(self.shape, self.dtype)
+        if self.nbytes:
+            self._order("to_host", Access.READ, stream)
+            self.owner.copy_to_host(out, offset=self.offset, stream=stream)
+            if stream is not None:
+                self.owner._wait_for_work("to_host")
+        return out
+
+    def copy_to_host(self, out: Any, *, stream: StreamLike | None = None) -> None:
+        """Copy the elements into a host array of the same shape and type.
+
+        Waits, unless `stream` is given: then the array is complete once that stream has passed. Raises
+        `InvalidValueError` for another shape or type, or an array that is read-only or not contiguous.
+        """
+        self._check_host(host_array(out, "copy_to_host", writable=True), "copy_to_host")
+        if self.nbytes:
+            self._order("copy_to_host", Access.READ, stream)
+            self.owner.copy_to_host(out, offset=self.offset, stream=stream)
+
+    def copy_from_host(self, array: Any, *, stream: StreamLike | None = None) -> None:
+        """Copy a host array of the same shape and type into this memory.
+
+        Waits, so that the array may change as soon as it returns, unless `stream` is given: then not before that
+        stream has passed (the array is kept alive until then). Raises as `copy_to_host`.
+        """
+        self._check_host(host_array(array, "copy_from_host", writable=False), "copy_from_host")
+        if self.nbytes:
+            self._order("copy_from_host", Access.READ_WRITE, stream)
+            self.owner.copy_from_host(array, offset=self.offset, stream=stream)
+
+    def fill(self, value: Any, *, stream: StreamLike | None = None) -> None:
+        """Set every element to `value`, converted to the type. Waits, unless `stream` is given."""
+        import numpy as np
+
+        pattern = np.asarray(value, self.dtype).tobytes()
+        if not self.nbytes:
+            return
+        width = next((one for one in (1, 2, 4) if pattern == pattern[:one] * (len(pattern) // one)), 0)
+        if not width:  # the driver fills with 1, 2 or 4 bytes
+            self.copy_from_host(np.full(self.shape, value, self.dtype), stream=stream)
+            return
+        self._order("fill", Access.READ_WRITE, stream)
+        owner, part = self.owner, (self.offset, self.nbytes)
+        with owner._using("fill", Access.READ_WRITE, stream, part=part) as queue:
+            number = int.from_bytes(pattern[:width], "little")
+            if queue is None:
+                view = np.frombuffer(_bytes_at(owner._address + self.offset, self.nbytes), f"u{width}")
+                view[:] = number
+            else:
+                start, count = owner._address + self.offset, self.nbytes // width
+                owner._driver.fill(start, number, width, count, queue.handle)
+
+    def _order(self, asked: str, needed: Access, stream: StreamLike | None) -> None:
+        """Let work on the default stream come after all that was queued on the memory; a named one keeps its own."""
+        if stream is None and self.owner._known_uses:
+            place = self.owner._actor(asked, needed, None, None)
+            if place.is_device:
+                self.owner._uses.join(Queue(default_handle(), device(place.index), None))
+
+    def _check_host(self, array: NDArray[Any], asked: str) -> None:
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise InvalidValueError(
+                f"{asked} with shape {array.shape} of {array.dtype}",
+                rule=f"the memory has shape {self.shape} of {self.dtype}, and copies convert nothing",
+                next_step="Use .view, .reshape, or a part of it",
+            )
+
+
+class OwnedMemory(TypedMemory):
+    """Typed memory that gives back what it stands on when it is closed."""
+
+    __slots__ = ("_owned",)
+
+    def __init__(self, owner: Span, dtype: Any, shape: tuple[int, ...], owned: bool = True) -> None:
+        super().__init__(owner, dtype, shape, 0)
+        self._owned = owned
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+        return self.owner.closed
+
+    def close(self, *, after: After = Known.STREAMS) -> None:
+        """Give the memory back, as its owner's `close` does; memory that was handed in stays. Again does nothing."""
+        if self._owned:
+            self.owner.close(after=after)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return shape, type and what it stands on."""
+        state = " closed" if self.closed else ""
+        return f"<remap.{type(self).__name__}{state} {self.shape} of {self.dtype} in {self.owner.describe()}>"
+
+
+def extent(shape: Shape, dtype: DTypeLike) -> tuple[tuple[int, ...], Any, int]:
+    """Return a shape, a type and the bytes that they take, checked; raises `InvalidValueError`, `OverflowError`."""
+    import numpy as np
+
+    kind = np.dtype(dtype)
+    if kind.hasobject or kind.itemsize == 0 or kind.subdtype is not None:
+        rule = "elements are numbers, or structures of numbers, of a size of their own"
+        raise InvalidValueError(f"memory of {kind!r}", rule=rule)
+    sequence: Sequence[SupportsIndex] = shape if isinstance(shape, Sequence) else (shape,)
+    extents = tuple(operator.index(one) for one in sequence)
+    if any(one < 0 for one in extents):
+        raise InvalidValueError(f"shape {extents}", rule="an extent is 0 or more")
+    return extents, kind, check_extent(extents, kind.itemsize)
+
+
+def place_of(at: Any, stream: StreamLike | None) -> Device:
+    """Return the device that is named, else that of the stream, else the fastest."""
+    if at is None and isinstance(stream, StreamCalls):
+        return stream.device
+    return device(at)
+
+
+def _bytes_at(address: int, size: int) -> memoryview:
+    import ctypes
+
+    return memoryview((ctypes.c_char * size).from_address(address))

@@ -1,0 +1,31 @@
+"""What tests of streams and typed memory share: gates that hold a stream up, and what runs in processes of its own."""
+
+from __future__ import annotations
+
+import threading
+
+import remap
+from remap.drivers.powers import SupportsHostFunctions
+from remap.streams import StreamCalls
+
+LIMIT = 30.0
+
+
+def gate(stream: StreamCalls) -> threading.Event:
+    """Hold a stream up until the event that is returned is set, or `LIMIT` seconds have passed."""
+    opened = threading.Event()
+    driver = remap.driver()
+    assert isinstance(driver, SupportsHostFunctions)
+    with stream.device.current():
+        driver.launch_host_function(stream.handle, lambda: _pass(opened))
+    return opened
+
+
+def _pass(opened: threading.Event) -> None:
+    assert opened.wait(LIMIT), "nobody opened the gate"
+
+
+def advice_without_hmm() -> tuple[remap.Advice, remap.Advice]:
+    """Return the advice for small configuration and for a prototype on a host driver without HMM."""
+    remap.use("host", capabilities={"hmm": False})
+    return remap.advise(100, read_only=True), remap.advise("1GiB", prototype=True)
