@@ -8,7 +8,8 @@ import pytest
 
 import remap
 from remap import MiB
-from remap.residency.hostpool import SLAB, HostPool
+from remap.residency.arenas import SLAB
+from remap.residency.hostpool import HostPool
 from remap.testing.stage import Stage
 
 from .support import SIZE, filled, holds, settled

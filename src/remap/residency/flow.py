@@ -9,7 +9,7 @@ from typing import Any, Self
 from remap.errors import RemapError
 from remap.lifetime import Release, Step, undo
 from remap.locations import Device
-from remap.residency.hostpool import Extent
+from remap.residency.arenas import Extent
 from remap.residency.results import Progress
 from remap.types import Access
 

@@ -14,25 +14,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, TypeAlias
+from typing import Any
 
 from remap import drivers, lifetime
 from remap.drivers.powers import SupportsPinned
-from remap.errors import CudaResult, InvalidValueError, OutOfMemoryError, RemapError, driver_error
+from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
 from remap.locations import Device, device
 from remap.residency import pages
-from remap.sizes import MiB, Size, TiB, format_size, parse_size, round_up
+from remap.residency.arenas import SLAB, Arena, Extent, Job, Slab
+from remap.sizes import Size, format_size, parse_size, round_up
 
-SLAB = 32 * MiB
-_ALIGNMENT = 2 * MiB
-_LONGEST, _SHORTEST = 16 * TiB, 1024 * MiB
 _WORKERS = min(16, os.cpu_count() or 1)
-
-_Job: TypeAlias = "Future[None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class HostPool:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._arenas: dict[int, _Arena] = {}
+        self._arenas: dict[int, Arena] = {}
         self._limit: int | None = None
         self._prepared = 0
         self._held = self._leaving = self._peak = self._used = 0
@@ -172,15 +168,15 @@ class HostPool:
 
     # -- under the lock --
 
-    def _arena(self, at: Device) -> _Arena:
+    def _arena(self, at: Device) -> Arena:
         node = at.properties.numa_node
         found = self._arenas.get(-1 if node is None else node)
         if found is None:
             node = -1 if node is None else node
-            found = self._arenas[node] = _Arena(node, at)
+            found = self._arenas[node] = Arena(node, at)
         return found
 
-    def _free(self) -> Iterator[_Slab]:
+    def _free(self) -> Iterator[Slab]:
         return (slab for arena in self._arenas.values() for slab in arena.slabs if not slab.users)
 
     def _check_room(self, more: int, asked: str) -> None:
@@ -207,8 +203,8 @@ class HostPool:
                 next_step='Raise the limit with remap.host_pool(limit=), or pause with keep="disk" or keep=None',
             )
 
-    def _commit(self, arena: _Arena, slabs: list[_Slab]) -> None:
-        jobs: list[tuple[_Slab, Callable[[], None]]] = []
+    def _commit(self, arena: Arena, slabs: list[Slab]) -> None:
+        jobs: list[tuple[Slab, Callable[[], None]]] = []
         for slab in slabs:
             slab.held, slab.kept = True, False
             self._held += SLAB
@@ -228,8 +224,8 @@ class HostPool:
         if spare and free:
             self._release(free[-spare:])
 
-    def _release(self, slabs: list[_Slab]) -> None:
-        jobs: list[tuple[_Slab, Callable[[], None]]] = []
+    def _release(self, slabs: list[Slab]) -> None:
+        jobs: list[tuple[Slab, Callable[[], None]]] = []
         for slab in slabs:
             slab.held, slab.leaving = False, True
             self._held -= SLAB
@@ -239,7 +235,7 @@ class HostPool:
 
     # -- in the background --
 
-    def _fill(self, arena: _Arena, slab: _Slab, before: _Job | None) -> None:
+    def _fill(self, arena: Arena, slab: Slab, before: Job | None) -> None:
         if before is not None:
             _settled(before)
         try:
@@ -259,7 +255,7 @@ class HostPool:
             except RemapError as error:  # slower, but as right
                 self._notes[f"host memory could not be page-locked, so copies are slower: {error}"] = None
 
-    def _drop(self, slab: _Slab, before: _Job | None) -> None:
+    def _drop(self, slab: Slab, before: Job | None) -> None:
         if before is not None:
             _settled(before)
         try:
@@ -274,115 +270,6 @@ class HostPool:
             with self._lock:
                 slab.leaving = False
                 self._leaving -= SLAB
-
-
-class _Slab:
-    """A piece of an arena that is touched, locked and given back as a whole."""
-
-    __slots__ = ("address", "device", "held", "job", "kept", "leaving", "pinned", "users")
-
-    def __init__(self, address: int, at: Device) -> None:
-        self.address = address
-        self.device = at
-        self.users = 0
-        self.held = self.kept = self.leaving = self.pinned = False
-        self.job: _Job | None = None
-
-    def ready(self) -> None:
-        """Wait until there is memory here; raises `OutOfMemoryError` if there was none."""
-        job = self.job
-        if job is not None:
-            job.result()
-
-
-class Extent:
-    """A contiguous piece of the pool."""
-
-    __slots__ = ("address", "arena", "pool", "size", "slabs")
-
-    def __init__(self, pool: HostPool, arena: _Arena, address: int, size: int, slabs: list[_Slab]) -> None:
-        self.pool = pool
-        self.arena = arena
-        self.address = address
-        self.size = size
-        self.slabs = slabs
-
-    def pieces(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield (address, size) of a part, cut where slabs meet, each as soon as there is memory behind it.
-
-        No piece crosses from one registration to the next, which copies may not.
-        """
-        at, end = self.address + offset, self.address + offset + size
-        first = self.slabs[0].address if self.slabs else at
-        while at < end:
-            slab = self.slabs[(at - first) // SLAB]
-            slab.ready()
-            stop = min(end, slab.address + SLAB)
-            yield at, stop - at
-            at = stop
-
-    def ready(self) -> None:
-        """Wait until there is memory behind all of it."""
-        for slab in self.slabs:
-            slab.ready()
-
-
-class _Arena:
-    """The addresses of one NUMA node: slabs from the start on, and the gaps between extents."""
-
-    def __init__(self, node: int, at: Device) -> None:
-        self.node = node
-        self.device = at
-        self.slabs: list[_Slab] = []
-        length = _LONGEST
-        while True:
-            try:
-                self.reserved = pages.reserve(length)
-                break
-            except OSError as error:  # an address-space limit (ulimit -v)
-                length //= 2
-                if length < _SHORTEST:
-                    asked = f"{format_size(2 * length)} of addresses for host memory"
-                    raise driver_error(
-                        "mmap", CudaResult.OUT_OF_MEMORY, asked=asked, rule=str(error)
-                    ) from error
-        self.length = length
-        self.base = round_up(self.reserved, SLAB)
-        self._gaps: list[tuple[int, int]] = [(self.base, self.reserved + length - SLAB)]
-
-    def slab(self, index: int) -> _Slab:
-        """Return a slab by its place; those up to it come to be."""
-        while len(self.slabs) <= index:
-            self.slabs.append(_Slab(self.base + len(self.slabs) * SLAB, self.device))
-        return self.slabs[index]
-
-    def place(self, size: int, pool: HostPool) -> Extent:
-        """Return the lowest piece that is free: what was prepared or kept is at the low addresses."""
-        if not size:
-            return Extent(pool, self, self.base, 0, [])
-        room = round_up(size, _ALIGNMENT)
-        for index, (start, end) in enumerate(self._gaps):
-            if end - start >= room:
-                self._gaps[index : index + 1] = [(start + room, end)] if end - start > room else []
-                first, last = (start - self.base) // SLAB, (start + room - 1 - self.base) // SLAB
-                return Extent(pool, self, start, size, [self.slab(at) for at in range(first, last + 1)])
-        asked = f"{format_size(size)} of addresses for host memory"
-        raise driver_error(
-            "mmap", CudaResult.OUT_OF_MEMORY, asked=asked, rule="the pool's addresses are full"
-        )
-
-    def free(self, extent: Extent) -> None:
-        """Take a piece back, and join it with the gaps beside it."""
-        if not extent.size:
-            return
-        start, end = extent.address, extent.address + round_up(extent.size, _ALIGNMENT)
-        index = next((at for at, gap in enumerate(self._gaps) if gap[0] >= end), len(self._gaps))
-        if index < len(self._gaps) and self._gaps[index][0] == end:
-            end = self._gaps.pop(index)[1]
-        if index and self._gaps[index - 1][1] == start:
-            index -= 1
-            start = self._gaps.pop(index)[0]
-        self._gaps.insert(index, (start, end))
 
 
 class _Pools:
@@ -429,7 +316,7 @@ def _leave(driver: Any) -> None:
         pool.close()
 
 
-def _start(jobs: list[tuple[_Slab, Callable[[], None]]], workers: int) -> None:
+def _start(jobs: list[tuple[Slab, Callable[[], None]]], workers: int) -> None:
     """Run jobs in threads that end with the last of them; each slab knows its newest."""
     if not jobs:
         return
@@ -439,7 +326,7 @@ def _start(jobs: list[tuple[_Slab, Callable[[], None]]], workers: int) -> None:
     executor.shutdown(wait=False)
 
 
-def _settled(job: _Job) -> None:
+def _settled(job: Job) -> None:
     """Wait for a job, however it ends."""
     with suppress(CancelledError):
         job.exception()
@@ -451,5 +338,3 @@ def _renew() -> None:
 
 os.register_at_fork(after_in_child=_renew)
 drivers.on_leave(_leave)
-
-__all__ = ["SLAB", "Extent", "HostPool", "HostPoolFigures", "OutOfMemoryError", "current_pool", "host_pool"]

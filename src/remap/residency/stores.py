@@ -14,9 +14,10 @@ from remap.buffers.base import Buffer
 from remap.errors import InvalidValueError
 from remap.lifetime import Release
 from remap.locations import Device
+from remap.residency.arenas import SLAB, Extent
 from remap.residency.disk import DiskFile
 from remap.residency.flow import Flow
-from remap.residency.hostpool import SLAB, Extent, HostPool
+from remap.residency.hostpool import HostPool
 from remap.sizes import MiB, round_up
 
 Keep: TypeAlias = Literal["host", "disk"] | None
