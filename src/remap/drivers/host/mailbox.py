@@ -1,14 +1,16 @@
-"""A mailbox: records, with file descriptors beside them, that every process which holds the box can read.
+"""A mailbox: a letter, with file descriptors beside it, that every process which holds the box can read and replace.
 
 It is a datagram socket that is connected to itself. What is sent to it stays in its queue, where every holder may look
-at all of it without taking anything out (MSG_PEEK), and each look yields descriptors of one's own. It needs no server,
-outlives whoever wrote into it, and goes with its last holder.
+without taking it out (MSG_PEEK), and each look yields descriptors of one's own. It needs no server, outlives whoever
+wrote into it, and goes with its last holder.
 
 Rejected: the number of a descriptor and its owner's process id, to be opened under /proc. Numbers are used again, and
-a container may forbid the look into another process.
+a container may forbid the look into another process. And a record for each change, read in turn: where the next look
+begins (SO_PEEK_OFF) belongs to the socket, and so to all holders at once.
 
-The first record carries a lock file. Holders that change something take its lock, and count the change in its first
-eight bytes, so that everybody else knows whether what they have read still holds.
+The first descriptor is a lock file. Who replaces the letter holds its lock, sends the new one, and only then takes
+the old ones out: killed at any moment, it leaves a whole letter at the head. Its first eight bytes count the changes,
+so that everybody else knows whether what was read still holds.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import secrets
 import socket
 import stat
 import struct
@@ -27,17 +30,17 @@ from collections.abc import Generator, Sequence
 
 from remap.drivers.host.backing import is_sealed, open_again, sealed_file
 
-RECORD = 96
-"""How many bytes a record has at most."""
+MOST_FDS = 250
+"""How many descriptors a letter may have beside the lock file; the kernel takes 253 (SCM_MAX_FD)."""
 
-MOST_RECORDS = 256
-"""How many records a box holds; the kernel's buffer for one socket has room for a few more."""
+LARGEST = 32 << 10
+"""How many bytes a letter may have: two of them fit into a socket's buffer."""
 
 PATIENCE = 10.0
 """How many seconds to wait for another holder to let go of the lock; nobody holds it for longer than a copy takes."""
 
-_PEEK_OFF = 42  # SO_PEEK_OFF, which the socket module does not name
-_LOCK = b"remapbox"
+_MAGIC = b"remapbox"
+_NONCE = 16
 _COUNT = struct.Struct("<Q")
 _PAGE = mmap.PAGESIZE
 _INT = array.array("i").itemsize
@@ -65,7 +68,7 @@ class Box:
             connection.connect(connection.getsockname())
             made = sealed_file("remap multicast", _PAGE)
             try:
-                _send(connection, _LOCK, (made,))
+                _send(connection, _MAGIC + bytes(_NONCE), (made,))
                 lock = open_again(made)
             finally:
                 os.close(made)
@@ -89,11 +92,10 @@ class Box:
                 raise ValueError("the socket is no mailbox")
             if not connection.getsockname() or connection.getpeername() != connection.getsockname():
                 raise ValueError("the socket is not connected to itself")
-            connection.setsockopt(socket.SOL_SOCKET, _PEEK_OFF, -1)
-            record, fds = _peek(connection) or (b"", [])
+            letter, fds = _receive(connection)
             try:
-                if record != _LOCK or len(fds) != 1 or not _is_lock(fds[0]):
-                    raise ValueError("the socket does not begin as a mailbox does")
+                if not letter.startswith(_MAGIC) or not fds or not _is_lock(fds[0]):
+                    raise ValueError("the socket does not hold what a mailbox holds")
                 lock = open_again(fds[0])
             finally:
                 _close(fds)
@@ -149,52 +151,21 @@ class Box:
                     ) from None
                 pause = min(pause + 20e-6, 1e-3)
 
-    def read(self) -> list[tuple[bytes, list[int]]]:
-        """Return all records with new descriptors, which are the caller's. The caller holds the lock.
+    def read(self) -> tuple[bytes, list[int]]:
+        """Return the letter and new descriptors, which are the caller's. Raises `ValueError` for what is no letter."""
+        letter, fds = _receive(self._socket)
+        if not letter.startswith(_MAGIC) or not fds:
+            _close(fds)
+            raise ValueError("the mailbox was not filled by a host driver of remap")
+        os.close(fds.pop(0))
+        return letter[len(_MAGIC) + _NONCE :], fds
 
-        Raises `ValueError` for more records than a box has, or with more descriptors.
-        """
-        found: list[tuple[bytes, list[int]]] = []
-        # Where the next look begins belongs to the socket, which all holders share: hence the lock.
-        self._socket.setsockopt(socket.SOL_SOCKET, _PEEK_OFF, 0)
-        try:
-            while (one := _peek(self._socket)) is not None:
-                found.append(one)
-                if len(found) > MOST_RECORDS or len(one[1]) > 1:
-                    raise ValueError("the mailbox was not filled by a host driver of remap")
-        except BaseException:
-            for _, fds in found:
-                _close(fds)
-            raise
-        finally:
-            self._socket.setsockopt(socket.SOL_SOCKET, _PEEK_OFF, -1)
-        _close(found[0][1])
-        return found[1:]
-
-    def append(self, record: bytes, fds: Sequence[int] = ()) -> None:
-        """Add a record; the descriptors stay the caller's, who holds the lock and has seen that there is room."""
-        _send(self._socket, record, fds)
-        self._changed()
-
-    def keep(self, wanted: Sequence[bool]) -> None:
-        """Drop the records, in the order of `read`, that are not wanted. The caller holds the lock.
-
-        A process that is killed in the middle of this takes the rest with it: the team is broken then, as it is on a
-        GPU where a device falls out of it.
-        """
-        lock_record, records = _take(self._socket), [_take(self._socket) for _ in wanted]
-        try:
-            for record, fds in [
-                lock_record,
-                *(one for one, want in zip(records, wanted, strict=True) if want),
-            ]:
-                _send(self._socket, record, fds)
-        finally:
-            for _, fds in [lock_record, *records]:
-                _close(fds)
-        self._changed()
-
-    def _changed(self) -> None:
+    def write(self, letter: bytes, fds: Sequence[int]) -> None:
+        """Replace the letter; the descriptors stay the caller's, who holds the lock."""
+        fresh = _MAGIC + secrets.token_bytes(_NONCE) + letter  # no two letters are equal
+        _send(self._socket, fresh, (self._lock, *fds))
+        while self._socket.recv(LARGEST, socket.MSG_PEEK | socket.MSG_DONTWAIT) != fresh:
+            self._socket.recv(LARGEST, socket.MSG_DONTWAIT)  # its descriptors go with it
         _COUNT.pack_into(self._shared, 0, (self.version + 1) % (1 << 64))
 
     def close(self) -> None:
@@ -215,29 +186,18 @@ def _send(connection: socket.socket, record: bytes, fds: Sequence[int]) -> None:
     connection.sendmsg([record], beside, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-def _peek(connection: socket.socket, flags: int = socket.MSG_PEEK) -> tuple[bytes, list[int]] | None:
-    """Return the next record and its descriptors, None behind the last one."""
-    try:
-        record, beside, told, _ = connection.recvmsg(
-            RECORD + 1, socket.CMSG_SPACE(4 * _INT), flags | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        )
-    except BlockingIOError:
-        return None
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the letter at the head, and new descriptors; raises `BlockingIOError` if there is none."""
+    flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    letter, beside, told, _ = connection.recvmsg(LARGEST, socket.CMSG_SPACE((MOST_FDS + 1) * _INT), flags)
     fds = array.array("i")
     for level, kind, data in beside:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % _INT])
-    if told & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(record) > RECORD:
+    if told & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         _close(fds)
-        raise ValueError("a record of the mailbox was cut off, or this process may open no more descriptors")
-    return record, list(fds)
-
-
-def _take(connection: socket.socket) -> tuple[bytes, list[int]]:
-    found = _peek(connection, 0)
-    if found is None:
-        raise ValueError("a record of the mailbox is missing")
-    return found
+        raise ValueError("the letter was cut off, or this process may open no more descriptors (ulimit -n)")
+    return letter, list(fds)
 
 
 def _close(fds: Sequence[int]) -> None:

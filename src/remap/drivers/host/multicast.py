@@ -1,8 +1,8 @@
 """Multicast objects of the host driver: the rules of CUDA's, between processes, over memory files.
 
-An object is a mailbox (`mailbox.py`) with a record of what it is, one for each device of its team, and one, with the
-memory file beside it, for each binding. Every process that holds the object maps all replicas for itself; what a
-`multimem` operation does to them is done under the mailbox's lock, so that it is atomic towards all others.
+An object is a mailbox (`mailbox.py`) that says what it is, which devices are in its team and which memory is bound,
+with the memory files beside that. Every process that holds the object maps all replicas for itself; what a `multimem`
+operation does to them is done under the mailbox's lock, so that it is atomic towards all others.
 
 Where CUDA blocks until the last device has been added, this refuses with ILLEGAL_STATE: who waits there has made a
 mistake, and a test should see it.
@@ -20,11 +20,11 @@ from remap.drivers.host.allocations import Allocation, Allocations
 from remap.drivers.host.backing import Files
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
-from remap.drivers.host.mailbox import MOST_RECORDS, Box
+from remap.drivers.host.mailbox import MOST_FDS, Box
 from remap.drivers.host.refusals import invalid, system_error
-from remap.drivers.host.team import BINDING, DEVICE, HEAD, MOST_DEVICES, Member, Team, read_head
+from remap.drivers.host.team import MOST_DEVICES, Binding, Member, State, Team, close_all
 from remap.drivers.multicast_power import MulticastProperties
-from remap.errors import CudaResult, driver_error
+from remap.errors import CudaResult, DriverError, driver_error
 from remap.sizes import format_size
 from remap.types import Granularity, HandleType, Location, LocationKind
 
@@ -63,20 +63,20 @@ class Teams:
         self._check_properties(call, properties)
         if properties.size <= 0 or properties.size % self.minimum:
             raise invalid(call, f"size {properties.size}", self._multiple("sizes"))
+        state = State(properties, (), ())
         with _system(call):
             box = Box.create()
             try:
-                head = (b"head", properties.devices, bool(properties.handle_types), properties.size)
-                box.append(HEAD.pack(*head))
+                box.write(state.pack(), ())
             except BaseException:
                 box.close()
                 raise
-        return self._enter(box, properties)
+        return self._enter(box, state)
 
-    def _enter(self, box: Box, properties: MulticastProperties) -> int:
+    def _enter(self, box: Box, state: State) -> int:
         with self._machine.lock:
             handle = next(self._machine.handles)
-            team = Team(handle, box, properties, Location(LocationKind.DEVICE))
+            team = Team(handle, box, state, Location(LocationKind.DEVICE))
             team.buried = self._bury
             self._allocations.by_handle[handle] = team
             self._held.add(team)
@@ -100,20 +100,29 @@ class Teams:
         asked = f"device {device} in a team"
         member = Member(self._identity, device)
         with self._using(call, handle) as team, self._reading(call, team):
-            if member in team.members:
+            state = team.state
+            if member in state.members:
                 raise invalid(call, asked, "it was added before")
-            if len(team.members) >= team.most:
-                raise invalid(
-                    call, asked, f"the team was made for {team.most} devices, and all have been added"
-                )
+            if state.complete:
+                rule = f"the team was made for {state.properties.devices} devices, and all have been added"
+                raise invalid(call, asked, rule)
             peers = self._machine.options.peers[device]
-            for other in team.members:
+            for other in state.members:
                 if other.machine == self._identity and not peers[other.number]:
                     rule = f"it is not linked to device {other.number} of the team"
                     raise driver_error(call, CudaResult.INVALID_DEVICE, asked=asked, rule=rule)
-            team.box.append(DEVICE.pack(b"devi", *member))
+            self._replace(team, state._replace(members=(*state.members, member)))
             with self._machine.lock:
                 team.allowed |= 1 << device
+
+    def _replace(self, team: Team, state: State, add: int | None = None, drop: int | None = None) -> None:
+        """Write a new state, with one descriptor more, or one less, beside it. The caller holds the object's lock."""
+        _, fds = team.box.read()
+        try:
+            kept = [fd for index, fd in enumerate(fds) if index != drop]
+            team.box.write(state.pack(), kept if add is None else [*kept, add])
+        finally:
+            close_all(fds)
 
     def bind(self, handle: int, offset: int, memory: int, memory_offset: int, size: int) -> None:
         """Make memory a replica."""
@@ -133,11 +142,12 @@ class Teams:
             with self._reading(call, team):
                 self._check_binding(call, asked, team, allocation, offset, offset + size)
                 index = allocation.properties.location.index
-                file_offset = allocation.extent.offset + memory_offset
+                start = allocation.extent.offset + memory_offset
+                binding = Binding(Member(self._identity, index), offset, start, size)
                 fd = allocation.extent.fd if allocation.file is None else self._files.export(allocation.file)
                 try:
-                    record = BINDING.pack(b"bind", self._identity, index, offset, file_offset, size)
-                    team.box.append(record, (fd,))
+                    state = team.state
+                    self._replace(team, state._replace(bindings=(*state.bindings, binding)), add=fd)
                 finally:
                     if allocation.file is not None:
                         os.close(fd)
@@ -150,24 +160,22 @@ class Teams:
     ) -> None:
         place = allocation.properties.location
         member = Member(self._identity, place.index)
-        if len(team.members) < team.most:
-            rule = f"{len(team.members)} of the {team.most} devices of its team have been added (CUDA would block)"
-            step = "Add every device first, and let the processes agree that they have"
-            raise driver_error(call, CudaResult.ILLEGAL_STATE, asked=asked, rule=rule, next_step=step)
-        if not place.is_device or member not in team.members:
+        state = team.state
+        if not state.complete:
+            raise _too_early(call, asked, state)
+        if not place.is_device or member not in state.members:
             raise driver_error(
                 call,
                 CudaResult.INVALID_DEVICE,
                 asked=asked,
                 rule=f"the memory is on {place}, which is not of its team",
             )
-        if len(team.members) + len(team.bindings) + 1 >= MOST_RECORDS:
-            raise driver_error(
-                call, CudaResult.OUT_OF_MEMORY, asked=asked, rule="the object has no room for more bindings"
-            )
-        for other in team.bindings:
+        if len(state.bindings) >= MOST_FDS:
+            rule = f"the object has {MOST_FDS} bindings, and has room for no more"
+            raise driver_error(call, CudaResult.OUT_OF_MEMORY, asked=asked, rule=rule)
+        for other in state.bindings:
             if other.member == member and other.offset < end and offset < other.end:
-                rule = f"other memory of {place} is bound at offset {other.offset} ({other.end - other.offset} bytes)"
+                rule = f"other memory of {place} is bound at offset {other.offset} ({other.size} bytes)"
                 raise invalid(call, asked, rule, "Unbind it first")
 
     def unbind(self, handle: int, device: int, offset: int, size: int) -> None:
@@ -178,14 +186,17 @@ class Teams:
         member = Member(self._identity, device)
         with self._using(call, handle) as team:
             with self._reading(call, team):
-                wanted = [
-                    (one.member, one.offset, one.end) != (member, offset, offset + size)
-                    for one in team.bindings
+                state = team.state
+                found = [
+                    number
+                    for number, one in enumerate(state.bindings)
+                    if (one.member, one.offset, one.size) == (member, offset, size)
                 ]
-                if all(wanted) or (device, offset) not in team.bound:
+                if not found or (device, offset) not in team.bound:
                     rule = f"this process bound no memory of device {device} exactly there"
                     raise invalid(call, f"{size} bytes at offset {offset} to be unbound", rule)
-                team.box.keep([True] * (1 + len(team.members)) + wanted)
+                left = state.bindings[: found[0]] + state.bindings[found[0] + 1 :]
+                self._replace(team, state._replace(bindings=left), drop=found[0])
             self._let_go(team.bound.pop((device, offset)))
 
     def check_mappable(self, call: str, handle: int, address: int) -> None:
@@ -196,15 +207,8 @@ class Teams:
             rule = f"it is no multiple of the multicast granularity, {format_size(self.minimum)}"
             raise invalid(call, f"address {address:#x}", rule)
         with self._using(call, handle) as team, self._reading(call, team):
-            if len(team.members) < team.most:
-                rule = f"{len(team.members)} of the {team.most} devices of its team have been added (CUDA would block)"
-                raise driver_error(
-                    call,
-                    CudaResult.ILLEGAL_STATE,
-                    asked="a mapping of a multicast object",
-                    rule=rule,
-                    next_step="Add every device first, and let the processes agree that they have",
-                )
+            if not team.state.complete:
+                raise _too_early(call, "a mapping of a multicast object", team.state)
 
     @contextlib.contextmanager
     def operation(self, team: Team, offset: int, size: int) -> Generator[tuple[memoryview, ...] | str]:
@@ -233,15 +237,15 @@ class Teams:
         self._devices.require("cuMemImportFromShareableHandle", "multicast")
         box = Box.adopt(fd)
         try:
-            with box.locked():
-                properties = read_head(box)
+            letter, fds = box.read()
+            close_all(fds)
+            state = State.unpack(letter, len(fds), self.minimum)
+            if not state.properties.handle_types:
+                raise ValueError("the object was not made to be shared")
         except BaseException:
             box.close()
             raise
-        if properties.size % self.minimum:
-            box.close()
-            raise ValueError("the object was made with another granularity")
-        return self._enter(box, properties)
+        return self._enter(box, state)
 
     # -- inside --
 
@@ -286,7 +290,7 @@ class Teams:
         assert isinstance(dead, Team)
         with self._machine.lock:
             self._held.discard(dead)
-        dead.bindings.clear()
+        dead.windows.clear()
         dead.box.close()
         for allocation in dead.bound.values():
             self._let_go(allocation)
@@ -296,7 +300,7 @@ class Teams:
         """Let go of everything."""
         while self._held:
             team = self._held.pop()
-            team.bindings.clear()
+            team.windows.clear()
             team.box.close()
 
     def after_fork(self) -> None:
@@ -310,3 +314,10 @@ def _system(call: str) -> Generator[None]:
         yield
     except OSError as error:
         raise system_error(call, error) from error
+
+
+def _too_early(call: str, asked: str, state: State) -> DriverError:
+    devices = state.properties.devices
+    rule = f"{len(state.members)} of the {devices} devices of its team have been added (CUDA would block)"
+    step = "Add every device first, and let the processes agree that they have"
+    return driver_error(call, CudaResult.ILLEGAL_STATE, asked=asked, rule=rule, next_step=step)
