@@ -1,0 +1,311 @@
+"""How fast buffers sleep, wake and move, against the link, the touching of host pages, and the same driver calls.
+
+Run with `PYTHONPATH=src:. REMAP_DRIVER=cuda python benchmarks/residency.py` (an H200 with 48 GiB of host memory free;
+`--scale 64` makes everything 64 times smaller, for the host driver). Expected on an H200, before the first run: link
+55 GB/s; with host memory prepared or kept, pause at most 1.05 of (bytes / link + the raw unmap and release calls) and
+resume at most 1.05 of bytes / link, for 8 × 1 GiB and for 200 × 16 MiB; the very first pause at least 0.8 of the touch
+rate (4.4 GB/s with 16 threads); host memory released each time, pause at least 0.8 of the touch rate and resume at
+least 0.9 of the link; without a backup at most 1.2 of the raw calls over the same chunks, for 1, 32 and 128 of them;
+the first of 32 layers after at most 1/16 of a whole resume; a kernel on resumed and on migrated memory at least 0.99
+of plain memory. Raw calls are those of remap's driver object, which adds about a microsecond to each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+
+import remap
+from benchmarks.record import write
+from remap import GiB, MiB
+from remap.residency import pages
+from remap.residency.arenas import SLAB
+from remap.types import Access, AllocationProperties
+
+REPEATS = 5
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def median(times: Sequence[float]) -> float:
+    """Return the median."""
+    return statistics.median(times)
+
+
+class Buffers:
+    """Equal buffers with random contents, and the check that they have them."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.all = [remap.allocate(size, resident=0) for _ in range(count)]
+        self.size = sum(one.size for one in self.all)
+        self.pattern = np.frombuffer(np.random.default_rng(0).bytes(min(size, 64 * MiB)), np.uint8)
+        for one in self.all:
+            for offset in range(0, one.size, self.pattern.size):
+                one.copy_from_host(self.pattern[: one.size - offset], offset=offset)
+
+    def check(self) -> None:
+        """Raise unless the first and the last buffer hold what they were given."""
+        for one in (self.all[0], self.all[-1]):
+            tail = one.size - self.pattern.size
+            assert np.array_equal(one.to_host("uint8", self.pattern.size, offset=tail), self.pattern)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all."""
+        for one in self.all:
+            one.close()
+
+
+def link(size: int) -> dict[str, float]:
+    """Return the GB/s of one long copy in each direction, over pinned memory of the pool and one stream."""
+    driver, at = remap.driver(), remap.device(0)
+    pool = remap.host_pool()
+    (extent,) = pool.take([size], at)
+    extent.ready()
+    pieces = list(extent.pieces(0, size))
+    found: dict[str, float] = {}
+    with remap.allocate(size, resident=0) as buffer, at.current(), remap.Stream(0) as stream:
+        for name, copy in (("down", driver.copy_to_host), ("up", driver.copy_to_device)):
+
+            def run(name: str = name, copy: Any = copy) -> None:
+                address = buffer.address
+                for host, length in pieces:
+                    copy(*((host, address) if name == "down" else (address, host)), length, stream.handle)
+                    address += length
+                stream.synchronize()
+
+            found[name] = size / median([seconds(run) for _ in range(REPEATS)]) / 1e9
+    pool.give(extent, False)
+    pool.wait()
+    return found
+
+
+def touch_rate(size: int) -> dict[str, float]:
+    """Return the GB/s at which fresh host pages are touched by 16 threads: small ones, and as the pool does it."""
+    found: dict[str, float] = {}
+    slabs = range(0, size, SLAB)
+
+    def small(address: int) -> None:
+        pages._libc().mprotect(address, SLAB, 3)
+        ctypes.memset(address, 0, SLAB)
+
+    for name, touch in (("small pages", small), ("as the pool", lambda at: pages.commit(at, SLAB, -1))):
+        times: list[float] = []
+        for _ in range(3):
+            base = pages.reserve(size + SLAB)
+            start = -(-base // SLAB) * SLAB
+            with ThreadPoolExecutor(16) as executor:
+                times.append(seconds(lambda: list(executor.map(lambda at: touch(start + at), slabs))))  # noqa: B023
+            pages.give_back(base, size + SLAB)
+        found[name] = len(slabs) * SLAB / median(times) / 1e9
+    return found
+
+
+def raw_calls(sizes: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds of unmap + release, and of create + map + access, over buffers of one chunk each."""
+    driver, place = remap.driver(), remap.device(0).location
+    properties, grants = AllocationProperties(place), ((place, Access.READ_WRITE),)
+    addresses = [driver.reserve(size) for size in sizes]
+    handles: list[int] = []
+
+    def give() -> None:
+        for address, size in zip(addresses, sizes, strict=True):
+            handle = driver.create(size, properties)
+            driver.map(address, size, handle)
+            driver.set_access(address, size, grants)
+            handles.append(handle)
+
+    def take() -> None:
+        for address, size, handle in zip(addresses, sizes, handles, strict=True):
+            driver.unmap(address, size)
+            driver.release(handle)
+        handles.clear()
+
+    times = [(seconds(give), seconds(take)) for _ in range(REPEATS + 1)][1:]
+    for address, size in zip(addresses, sizes, strict=True):
+        driver.free_range(address, size)
+    return median([one[1] for one in times]), median([one[0] for one in times])
+
+
+def cycles(buffers: Buffers, repeats: int, **options: Any) -> tuple[float, float]:
+    """Return the seconds of pause and of resume; the pool settles in between, outside of the clock."""
+    slept: list[float] = []
+    woken: list[float] = []
+    for _ in range(repeats):
+        slept.append(seconds(lambda: remap.pause(buffers.all)))
+        woken.append(seconds(lambda: remap.resume(buffers.all, **options)))
+        remap.host_pool().wait()
+    buffers.check()
+    return median(slept), median(woken)
+
+
+def shape(count: int, size: int, rate: dict[str, float], touched: float) -> dict[str, Any]:
+    """Measure one shape of buffers with every setting of the pool."""
+    pool = remap.host_pool()
+    found: dict[str, Any] = {}
+    free, _ = raw_calls([size] * count)
+    with Buffers(count, size) as buffers:
+        total = buffers.size
+        best_down, best_up = total / rate["down"] / 1e9 + free, total / rate["up"] / 1e9
+        remap.pause(buffers.all, None)
+        remap.resume(buffers.all)
+        for one in buffers.all:
+            one.copy_from_host(buffers.pattern, offset=one.size - buffers.pattern.size)
+        pool.trim()
+        first = seconds(lambda: remap.pause(buffers.all))
+        remap.resume(buffers.all)
+        pool.trim()
+        found["very first pause, of the touch rate"] = total / first / 1e9 / touched
+        slept, woken = cycles(buffers, REPEATS)
+        found["released each time: pause, of the touch rate"] = total / slept / 1e9 / touched
+        found["released each time: resume, of the link"] = best_up / woken
+        cycles(buffers, 1, keep_host=True)
+        slept, woken = cycles(buffers, REPEATS, keep_host=True)
+        found["host memory kept: pause, of the floor"] = slept / best_down
+        found["host memory kept: resume, of the floor"] = woken / best_up
+        pool.trim()
+        remap.host_pool(prepare=total + total // 8).wait()
+        slept, woken = cycles(buffers, REPEATS)
+        found["prepared: pause, of the floor"] = slept / best_down
+        found["prepared: resume, of the floor"] = woken / best_up
+        found["prepared: GB/s down and up"] = [total / slept / 1e9, total / woken / 1e9]
+        remap.host_pool(prepare=0)
+        pool.trim()
+    return found
+
+
+def without_backup(total: int) -> dict[str, Any]:
+    """Measure pause and resume with keep=None, against the raw calls over the same chunks."""
+    found: dict[str, Any] = {}
+    for count in (1, 32, 128):
+        free, make = raw_calls([total // count] * count)
+        with Buffers(count, total // count) as buffers:
+            slept: list[float] = []
+            woken: list[float] = []
+            for _ in range(2 * REPEATS):
+                slept.append(seconds(lambda: remap.pause(buffers.all, None)))
+                woken.append(seconds(lambda: remap.resume(buffers.all)))
+            found[f"{count} chunks"] = {
+                "pause, ms": median(slept) * 1e3,
+                "resume, ms": median(woken) * 1e3,
+                "pause, of the raw calls": median(slept) / free,
+                "resume, of the raw calls": median(woken) / make,
+            }
+    return found
+
+
+def first_layer(total: int) -> dict[str, float]:
+    """Measure when the first of 32 layers has arrived, and when all have."""
+    with Buffers(32, total // 32) as buffers:
+        remap.host_pool(prepare=total + total // 8).wait()
+        first: list[float] = []
+        whole: list[float] = []
+        for _ in range(REPEATS):
+            remap.pause(buffers.all)
+            start = time.perf_counter()
+            with remap.resume(buffers.all, events=True) as waking:
+                waking.events[0].synchronize()
+                first.append(time.perf_counter() - start)
+            whole.append(time.perf_counter() - start)
+        buffers.check()
+    remap.host_pool(prepare=0).trim()
+    return {
+        "first layer, ms": median(first) * 1e3,
+        "all layers, ms": median(whole) * 1e3,
+        "first of all": median(first) / median(whole),
+    }
+
+
+def growth(sizes: Sequence[int]) -> dict[str, Any]:
+    """Measure how pause and resume grow with the bytes, in eight buffers, with host memory kept."""
+    found: dict[str, Any] = {}
+    for total in sizes:
+        with Buffers(8, total // 8) as buffers:
+            cycles(buffers, 1, keep_host=True)
+            slept, woken = cycles(buffers, 3, keep_host=True)
+            found[f"{total // MiB} MiB"] = {
+                "pause, GB/s": total / slept / 1e9,
+                "resume, GB/s": total / woken / 1e9,
+            }
+        remap.host_pool().trim()
+    return found
+
+
+def moved(size: int) -> dict[str, Any]:
+    """Measure migration to the host and back, and a kernel on memory that was paused and migrated."""
+    found: dict[str, Any] = {}
+    with Buffers(1, size) as buffers:
+        away = [seconds(lambda: remap.migrate(buffers.all, remap.Host())) for _ in range(1)]
+        back = [seconds(lambda: remap.migrate(buffers.all, 0))]
+        buffers.check()
+        found["migrate to the host and back, GB/s"] = [size / away[0] / 1e9, size / back[0] / 1e9]
+    if remap.driver().name != "cuda":
+        return found
+    from benchmarks.foundation import VectorAdd
+    from remap.buffers.plain import allocate_plain
+
+    add = VectorAdd()
+    plain = [allocate_plain(size, at=0) for _ in range(3)]
+    best = add.bandwidth(*(one.address for one in plain), size // 4)
+    for one in plain:
+        one.close()
+    with Buffers(3, size) as buffers:
+        remap.pause(buffers.all)
+        remap.resume(buffers.all)
+        found["kernel on resumed memory, of plain"] = (
+            add.bandwidth(*(one.address for one in buffers.all), size // 4) / best
+        )
+        remap.migrate(buffers.all, remap.Host())
+        remap.migrate(buffers.all, 0)
+        found["kernel on memory migrated back, of plain"] = (
+            add.bandwidth(*(one.address for one in buffers.all), size // 4) / best
+        )
+    return found
+
+
+def main() -> None:
+    """Measure everything."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
+    scale = parser.parse_args().scale
+    small, large = max(16 * MiB // scale, 2 * MiB), 1 * GiB // scale
+    with remap.device(0).current():
+        rate = link(large)
+        touched = touch_rate(8 * large)
+        figures: dict[str, Any] = {"link, GB/s": rate, "touch rate, GB/s": touched}
+        for name, count, size in (
+            ("8 × 1 GiB", 8, large),
+            ("200 × 16 MiB", 200 if scale == 1 else 20, small),
+        ):
+            figures[name] = shape(count, size, rate, touched["small pages"])
+            print(name, figures[name], flush=True)
+        figures["no backup, 8 GiB"] = without_backup(8 * large if scale == 1 else 256 * MiB)
+        print(figures["no backup, 8 GiB"], flush=True)
+        figures["first of 32 layers, 8 GiB"] = first_layer(8 * large if scale == 1 else 128 * MiB)
+        figures["moved"] = moved(large)
+        print(figures["moved"], flush=True)
+        figures["growth, host memory kept"] = growth(
+            [n * large for n in (1, 8, 32)] if scale == 1 else [8 * large]
+        )
+        if scale == 1:
+            figures["growth, host memory kept"] |= growth([256 * MiB])
+    write("residency", figures)
+
+
+if __name__ == "__main__":
+    main()
