@@ -10,7 +10,7 @@ from remap import drivers
 from remap.buffers.base import POISON
 from remap.buffers.growth import Change, GrowingBuffer
 from remap.buffers.placement import place
-from remap.buffers.shares import alias, read_only, separate
+from remap.buffers.shares import alias, read_only, separate, waited_for
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike, parse_chunk
 from remap.errors import AccessError, InUseError, InvalidValueError
@@ -104,7 +104,7 @@ class ElasticBuffer(GrowingBuffer):
         change goes on, or while something uses a buffer that has to give chunks back. After a failure everything is
         as it was.
         """
-        number = size if type(size) is int else parse_size(size)
+        number = size if type(size) is int and size >= 0 else parse_size(size)
         with self._driver.lock:
             # Most steps of a buffer that grows in small ones stay within the last chunk: they only count.
             stops = self._extents.stops
@@ -345,7 +345,8 @@ class ElasticBuffer(GrowingBuffer):
         with self._using("poison", Access.READ_WRITE, None) as queue:
             for one, other in fresh:
                 if queue is not None:
-                    self._driver.fill(self._address + one, POISON, 1, other - one, queue.handle)
+                    with waited_for(self._driver, queue):
+                        self._driver.fill(self._address + one, POISON, 1, other - one, queue.handle)
                 else:
                     ctypes.memset(self._address + one, POISON, other - one)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remap.buffers.base import Buffer, runs
@@ -12,7 +12,7 @@ from remap.chunks.pool import ChunkPool, release_all
 from remap.handles import reserve_range
 from remap.lifetime import Rollback, undo
 from remap.spans import Chunk
-from remap.streams import Known
+from remap.streams import Known, Queue
 from remap.types import Access, Grants, Location
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ def _copy(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]
                 if queue is None:
                     ctypes.memmove(at, chunk.address, chunk.size)
                 else:
-                    driver.copy(at, chunk.address, chunk.size, queue.handle)
+                    with waited_for(driver, queue):
+                        driver.copy(at, chunk.address, chunk.size, queue.handle)
                 at += chunk.size
         driver.unmap(start, size)
     except BaseException as error:
@@ -153,6 +154,16 @@ def _copy(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]
         undo(error, driver.free_range, start, size)
         raise
     driver.free_range(start, size)
+
+
+@contextmanager
+def waited_for(driver: Any, queue: Queue) -> Generator[None]:
+    """Queue work in a block; if that fails, wait for what was queued before, so that its memory can be given back."""
+    try:
+        yield
+    except BaseException as error:
+        undo(error, driver.synchronize_stream, queue.handle)
+        raise
 
 
 def _put(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]) -> list[int]:
