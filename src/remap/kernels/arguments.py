@@ -32,7 +32,7 @@ class View(NamedTuple):
 
 def key_of(value: Any) -> Any:
     """Return what an argument's type is known by, cheaply."""
-    if type(value) is DeviceArray:
+    if isinstance(value, DeviceArray):
         return value.dtype, len(value.shape)
     kind = type(value)
     if kind in (int, float, bool) or kind is type(None):
@@ -63,16 +63,10 @@ def view_of(value: Any, asked: str, name: str, stream: StreamLike | None) -> Vie
         owner = value.owner
         return View(owner, owner._address + value.offset, value.dtype, value.shape)
     if isinstance(value, Span):
-        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-        if not isinstance(dtype, np.dtype) or not isinstance(shape, tuple):
-            rule = f"a {value.kind} has bytes, and no elements of a type"
-            raise LaunchError(
-                f"{asked}, argument {name!r}", rule=rule, next_step="Pass buffer.array(dtype, shape)"
-            )
-        return View(value, value._address, dtype, shape)
-    inner = getattr(value, "_array", None)
-    if isinstance(inner, DeviceArray):
-        return view_of(inner, asked, name, stream)
+        rule = f"a {value.kind} has bytes, and no elements of a type"
+        raise LaunchError(
+            f"{asked}, argument {name!r}", rule=rule, next_step="Pass buffer.array(dtype, shape)"
+        )
     if not is_array(value):
         rule = f"an array is wanted, and this is a {type(value).__name__}"
         raise LaunchError(
@@ -123,7 +117,7 @@ def parameter_types(source: Source, arguments: tuple[Any, ...]) -> dict[str, Typ
 
 
 def _array(what: str, value: Any, kind: str, wanted: np.dtype[Any] | None) -> Array:
-    if not is_array(value) and not isinstance(getattr(value, "_array", None), DeviceArray):
+    if not is_array(value):
         rule = f"an array is wanted, and this is a {type(value).__name__}"
         raise LaunchError(what, rule=rule, next_step="Pass a DeviceBuffer, or buffer.array(dtype, shape)")
     view = (

@@ -138,7 +138,7 @@ class Batch:
     def present(self, selection: Selection) -> Who:
         """Return who the lanes of a selection are, for memory of the device."""
         thread = self._cached(
-            "thread",
+            "in grid",
             lambda: np.arange(self.first * self.threads + 1, self.first * self.threads + 1 + self.count),
         )
         thread = pick(thread, selection)

@@ -94,7 +94,7 @@ class Writer:
         if kernel.dynamic_align:
             dynamic = f"extern __shared__ __align__({max(kernel.dynamic_align, 16)}) unsigned char dynamic_memory[];\n"
         head = f"// {kernel.name} of {Path(kernel.file).name}, made by remap\n"
-        using = "using namespace remap_kernel;\n"
+        using = "using namespace made_by_remap;\n"
         text = "\n".join([head + prelude(), using, *self.structures.values(), dynamic, *functions, entry])
         return "".join(one if one.isascii() else f"_u{ord(one):x}" for one in text)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from remap.drivers.powers import SupportsHostFunctions
 from remap.drivers.protocol import SupportsModules
 from remap.errors import LaunchError, RemapError
 from remap.kernels.image import Parameter
@@ -50,7 +52,7 @@ class Kernel:
         self.name = name
         self._function = function
         self._lock = module._driver.lock
-        self._packer = Packer(name, parameters)
+        self._packer = Packer(name, parameters, self._host_memory_unreached)
         self._twin: Any = None
         self._checked: dict[tuple[Extent, Extent, Size], LaunchConfig] = {}
         self._shared_allowed = 0
@@ -133,13 +135,19 @@ class Kernel:
             function = self._twin or self._no_twin()
         else:
             packed, function = self._packer.pack(arguments), self._function
+        return self._prepared(function, config, packed, _touches(packed, at.location))
+
+    def _prepared(
+        self, function: Any, config: LaunchConfig, packed: Arguments, touches: list[Touched] | None
+    ) -> Prepared:
+        """Return a launch for a graph, once its memory has been seen to be usable on the module's device."""
         try:
-            self._begin_uses(packed.spans, at.location)
+            self._begin_uses(packed.spans, self.module.device.location)
             self._end_uses(packed.spans, None)
         except BaseException:
             packed.give_back()
             raise
-        return Prepared(function, config, packed, _touches(packed, at.location), module)
+        return Prepared(function, config, packed, touches, self.module)
 
     def _launch(
         self,
@@ -161,13 +169,17 @@ class Kernel:
                         span._arriving.join(queue)
             # As `device.current()` does, without its price: most programs keep one context current.
             context = device._context
-            if context and not packed.streams and driver.current_context() == context:
+            own = not packed.streams and not packed.host
+            if context and own and driver.current_context() == context:
                 driver.launch(function, config, queue.handle, packed, touches)
             else:
                 with device.current():
                     for stream in packed.streams:
                         _join(queue, stream)
                     driver.launch(function, config, queue.handle, packed, touches)
+                    if packed.host and isinstance(driver, SupportsHostFunctions):
+                        # The driver keeps this until the kernel has run, and with it the arrays.
+                        driver.launch_host_function(queue.handle, partial(_let_go, packed.host))
             queued = queue
         finally:
             self._end_uses(spans, queued)
@@ -216,6 +228,11 @@ class Kernel:
                 self.module._busy -= 1
                 for span in spans:
                     span._busy -= 1
+
+    def _host_memory_unreached(self) -> str:
+        """Say why the device does not reach host memory by its own addresses; empty where it does."""
+        found = self.module.device.capabilities
+        return "" if found["hmm"] or found["ats"] else found["hmm"].reason
 
     def _no_twin(self) -> Any:
         raise LaunchError(
@@ -294,11 +311,16 @@ def _touches(packed: Arguments, place: Location) -> list[Touched] | None:
     """Return what the kernel may touch: the spans it was given, or None if there is other memory among them."""
     if not packed.traceable:
         return None
-    return [
+    touched = [
         Touched(span._address, span.size, span._rights.get(place, _NONE).writable)
         for span in packed.spans
         if span.size
     ]
+    return touched + [Touched(one.ctypes.data, one.nbytes, one.flags.writeable) for one in packed.host]
+
+
+def _let_go(_arrays: object) -> None:
+    """Do nothing: being kept until it is called is all that this is for."""
 
 
 def _join(queue: Queue, stream: int) -> None:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from remap.errors import CompileError
+
+HEADER = Path(__file__).parent / "cuda" / "remap.cuh"
+"""The header for CUDA C++: slices, the thread's own index, the fence between aliases."""
 
 NOT_INSTALLED = "Install the compiler with: pip install 'remap[cu13]' (or cu12, to match the driver)"
 
@@ -50,10 +54,13 @@ def available() -> bool:
 def run(source: str, name: str, options: Sequence[str], expressions: Sequence[str] = ()) -> Compiled:
     """Compile one translation unit for one architecture; raises `CompileError` with the compiler's log.
 
-    `expressions` are C++ expressions that name kernels; their lowered names come back.
+    `expressions` are C++ expressions that name kernels; their lowered names come back. `#include <remap.cuh>` finds the
+    header that comes with remap.
     """
     nvrtc = _nvrtc()
-    result, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])
+    shipped = [HEADER] if HEADER.name in source else []
+    texts, names = [one.read_bytes() for one in shipped], [one.name.encode() for one in shipped]
+    result, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(texts), texts, names)
     _check(nvrtc, result, "nvrtcCreateProgram")
     try:
         for expression in expressions:

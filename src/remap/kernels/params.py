@@ -14,7 +14,7 @@ import ctypes
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from remap.arrays import DeviceArray
 from remap.errors import InvalidValueError, LaunchError
 from remap.kernels.image import Parameter, ParameterType
 from remap.spans import Span
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _POINTER = 8
 _INTEGERS = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -49,7 +52,7 @@ class Arguments:
     that a later launch can use this object again once it was given back.
     """
 
-    __slots__ = ("_free", "_start", "content", "pointers", "spans", "streams", "traceable", "values")
+    __slots__ = ("_free", "_start", "content", "host", "pointers", "spans", "streams", "traceable", "values")
 
     def __init__(self, free: list[Arguments], offsets: Sequence[int], size: int) -> None:
         self._free = free
@@ -61,12 +64,14 @@ class Arguments:
         self.values: tuple[object, ...] = ()
         self.spans: tuple[Span, ...] = ()
         self.streams: tuple[int, ...] = ()
+        # Arrays of the host that the kernel was given by reference, to be kept until it has run (D8).
+        self.host: tuple[NDArray[Any], ...] = ()
         # Whether every address is that of a span: otherwise nobody can say what the kernel may touch.
         self.traceable = True
 
     def give_back(self) -> None:
         """Let a later launch use this object."""
-        self.spans = self.values = ()
+        self.spans = self.values = self.host = ()
         self._free.append(self)
 
 
@@ -74,10 +79,17 @@ class Packer:
     """Packs the arguments of one kernel.
 
     `parameters` is None where the image does not tell them: then every argument must have a type of its own.
+    `unreached` says why the device does not reach host memory by its own addresses, empty where it does (D8).
     """
 
-    def __init__(self, kernel: str, parameters: Sequence[Parameter] | None) -> None:
+    def __init__(
+        self,
+        kernel: str,
+        parameters: Sequence[Parameter] | None,
+        unreached: Callable[[], str] = lambda: "nobody has asked it",
+    ) -> None:
         self._kernel = kernel
+        self._unreached = unreached
         self.parameters = tuple(parameters) if parameters is not None else None
         self._plans: dict[tuple[type, ...], _Plan] = {}
 
@@ -112,8 +124,8 @@ class Packer:
             raw[index] = convert(raw[index])
         raw = self._fitted(plan, given, raw)
         arguments.values = tuple(
-            Address(bits) if code == "P" else value
-            for code, bits, value in zip(plan.codes, raw, given, strict=True)
+            Address(bits) if code == "P" else Address(_array_address(value)) if index in plan.slices else value
+            for index, (code, bits, value) in enumerate(zip(plan.codes, raw, given, strict=True))
         )
         arguments.spans = plan.spans_of(given)
         self._look_at_others(plan, given, arguments)
@@ -148,6 +160,8 @@ class Packer:
             return self._scalar(index, value, parameter)
         if isinstance(value, (int, float)):
             return self._number(index, value, parameter)
+        if isinstance(value, DeviceArray) and parameter == _SLICE:
+            return _Slot(f"{_SLICE.size}s", _slice_bytes, "slice")
         if isinstance(value, DeviceArray):
             self._check_pointer(index, value, parameter)
             return _Slot("P", _array_address, "other")
@@ -161,9 +175,14 @@ class Packer:
         if isinstance(getattr(value, "address", None), int):
             self._check_pointer(index, value, parameter)
             return _Slot("P", operator.attrgetter("address"), "other")
-        if type(value) is np.ndarray:
-            step = "Copy it to a buffer: buffer.copy_from_host(array)"
-            raise self._refuse(index, value, "it is host memory", step)
+        if isinstance(value, np.ndarray):
+            self._check_pointer(index, value, parameter)
+            missing = self._unreached()
+            if missing:
+                rule = f"it is host memory, which the device does not reach: {missing}"
+                step = "Copy it: remap.DeviceBuffer.from_host(array); remap.advise says what else there is"
+                raise self._refuse(index, value, rule, step)
+            return _Slot("P", _host_address, "other")
         if hasattr(value, "__cuda_array_interface__"):
             self._check_pointer(index, value, parameter)
             return _Slot("P", _interface_address, "other")
@@ -232,9 +251,13 @@ class Packer:
     def _look_at_others(self, plan: _Plan, given: tuple[Any, ...], arguments: Arguments) -> None:
         """Note the spans behind other objects, and the streams that their memory comes from."""
         spans, streams = list(arguments.spans), list[int]()
+        host: list[NDArray[Any]] = []
         arguments.traceable = True
         for index in plan.others:
             value = given[index]
+            if isinstance(value, np.ndarray):
+                host.append(cast("NDArray[Any]", value))
+                continue
             if isinstance(value, DeviceArray) and isinstance(value.owner, Span):
                 spans.append(value.owner)
                 continue
@@ -242,7 +265,7 @@ class Packer:
             interface: Any = getattr(value, "__cuda_array_interface__", {})
             if interface.get("stream") is not None:
                 streams.append(int(interface["stream"]))
-        arguments.spans, arguments.streams = tuple(spans), tuple(streams)
+        arguments.spans, arguments.streams, arguments.host = tuple(spans), tuple(streams), tuple(host)
 
     def _refuse(self, index: int, value: object, rule: str, next_step: str = "") -> LaunchError:
         kind = type(value).__name__
@@ -269,6 +292,8 @@ def parse_parameters(types: Sequence[str]) -> tuple[Parameter, ...]:
 
 
 _ANY = Parameter(0)
+_SLICE = Parameter(2 * _POINTER, ParameterType.BYTES)
+"""`remap::slice` and `remap::disjoint_slice` of `remap.cuh`: address and length of an array."""
 _ADDRESS = operator.attrgetter("_address")
 _KINDS = {
     "f": ParameterType.FLOAT,
@@ -292,6 +317,20 @@ def _array_address(array: DeviceArray) -> int:
     return array.owner._address + array.offset
 
 
+def _host_address(array: NDArray[Any]) -> int:
+    if not array.flags.c_contiguous:
+        raise LaunchError(
+            f"launch with a host array of strides {array.strides}",
+            rule="a kernel takes its address alone, so the elements must lie one after the other",
+            next_step="Pass numpy.ascontiguousarray(array)",
+        )
+    return array.ctypes.data
+
+
+def _slice_bytes(array: DeviceArray) -> bytes:
+    return struct.pack("Pq", _array_address(array), array.size)
+
+
 def _null(_: object) -> int:
     return 0
 
@@ -311,7 +350,7 @@ class _Slot(NamedTuple):
 class _Plan:
     """How arguments of one combination of types are passed."""
 
-    __slots__ = ("codes", "conversions", "free", "layout", "offsets", "others", "spans_of")
+    __slots__ = ("codes", "conversions", "free", "layout", "offsets", "others", "slices", "spans_of")
 
     def __init__(self, slots: Sequence[_Slot]) -> None:
         self.codes = codes = [slot.code for slot in slots]
@@ -319,7 +358,8 @@ class _Plan:
         self.layout = struct.Struct("".join(codes))  # native mode: each value is aligned as in C
         ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
         self.offsets = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
-        self.others = [i for i, slot in enumerate(slots) if slot.role == "other"]
+        self.slices = frozenset(i for i, slot in enumerate(slots) if slot.role == "slice")
+        self.others = [i for i, slot in enumerate(slots) if slot.role in ("other", "slice")]
         self.spans_of = _picker([i for i, slot in enumerate(slots) if slot.role == "span"])
         self.free: list[Arguments] = []
 

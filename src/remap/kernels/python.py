@@ -18,14 +18,15 @@ from remap.errors import AccessError, LaunchError
 from remap.kernels.arguments import View, key_of, parameter_types
 from remap.kernels.built import image_for
 from remap.kernels.image import Image
-from remap.kernels.launch import Extent
+from remap.kernels.launch import Extent, Prepared
 from remap.kernels.reading import Source
 from remap.kernels.statements import type_kernel
-from remap.kernels.variant import Variant
+from remap.kernels.variant import Loaded, Variant
 from remap.locations import Device
 from remap.locations import device as find_device
 from remap.sizes import Size
-from remap.streams import Stream, StreamLike, as_stream
+from remap.streams import StreamCalls, StreamLike, as_stream
+from remap.types import LaunchConfig, Touched
 
 
 class PythonKernel:
@@ -77,23 +78,43 @@ class PythonKernel:
         if variant.looks_outside:
             variant = self._variant(arguments)
         views = variant.views(arguments, stream)
-        at = stream.device if isinstance(stream, Stream) else _device_of(views)
+        at = stream.device if isinstance(stream, StreamCalls) else _device_of(views)
         loaded = variant.loaded.get(at) or variant.load(at)
         queue = loaded.module._default if stream is None else as_stream(stream, at)
-        try:
-            config = loaded.configs.get((grid, block, shared)) or loaded.check(grid, block, shared)
-        except TypeError:  # a list is no key
-            config = loaded.check(_hashable(grid), _hashable(block), shared)
+        config = self._config(loaded, grid, block, shared)
         variant.check_arrays(views, arguments, at, allow_overlap)
-        kernel = loaded.kernel
         if loaded.function is None:
-            kernel._launch(*variant.on_host(arguments, views, config, queue, allow_overlap))
+            run, packed, touches = variant.on_host(arguments, views, allow_overlap)
+            loaded.kernel._launch(run, config, queue, packed, touches)
             return
         packed = variant.pack(arguments, views)
         try:
-            kernel._launch(loaded.function, config, queue, packed, None)
+            loaded.kernel._launch(loaded.function, config, queue, packed, None)
         finally:
             packed.give_back()
+
+    def _prepare(
+        self, arguments: tuple[Any, ...], grid: Extent, block: Extent, shared: Size, at: Device
+    ) -> Prepared:
+        """Check a launch on a device as `launch` does, and return what a graph needs to make it later."""
+        variant = self._variant(arguments)
+        views = variant.views(arguments, None)
+        loaded = variant.loaded.get(at) or variant.load(at)
+        config = self._config(loaded, grid, block, shared)
+        variant.check_arrays(views, arguments, at, allow_overlap=False)
+        touches: list[Touched] | None = None
+        function: Any = loaded.function
+        if function is None:
+            function, packed, touches = variant.on_host(arguments, views, allow_overlap=False)
+        else:
+            packed = variant.pack(arguments, views)
+        return loaded.kernel._prepared(function, config, packed, touches)
+
+    def _config(self, loaded: Loaded, grid: Extent, block: Extent, shared: Size) -> LaunchConfig:
+        try:
+            return loaded.configs.get((grid, block, shared)) or loaded.check(grid, block, shared)
+        except TypeError:  # a list is no key
+            return loaded.check(_hashable(grid), _hashable(block), shared)
 
     # -- looking inside --
 

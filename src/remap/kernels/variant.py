@@ -21,10 +21,11 @@ from remap.kernels.overlap import Place, check_disjoint, parts_of, share_bytes
 from remap.kernels.params import Arguments
 from remap.kernels.reading import MISSING, Source, type_of_value
 from remap.kernels.run import HostRun, Parts
-from remap.kernels.structures import as_record, describe_layout
+from remap.kernels.structures import alignment, as_record, describe_layout
 from remap.locations import Device
+from remap.ranges import Range
 from remap.sizes import Size, format_size
-from remap.streams import Queue, StreamLike
+from remap.streams import StreamLike
 from remap.types import Access, LaunchConfig, Touched
 
 _NONE = Access.NONE
@@ -107,11 +108,23 @@ class Variant:
     ) -> None:
         """Raise where an array cannot be written, shares memory with one that is, or has another width than its index."""
         place = at.location
-        for index in self.written:
+        for index, _, written, _ in self._arrays:
             view = views[index]
-            right = Access.READ_WRITE if view.owner is None else view.owner._rights.get(place, _NONE)
-            if not right.writable or not view.writable:
+            owner = view.owner
+            if owner is None:
+                if written and not view.writable:
+                    self._refuse_write(index, view, at)
+                if view.host is not None:
+                    self._check_reach(index, at)
+                continue
+            if not owner._open:
+                owner._check()
+            if written and not owner._rights.get(place, _NONE).writable:
                 self._refuse_write(index, view, at)
+            if type(owner)._check_part is not Range._check_part and owner._open:  # its parts differ
+                needed = Access.READ_WRITE if written else Access.READ
+                with owner._driver.lock:
+                    owner._check_part(self.asked, view.address - owner._address, _size(view), needed)
         if self._meets and len(views) > 0 and not allow_overlap:
             check_disjoint(self.asked, self.places(views))
         for index, wanted in self._widths:
@@ -132,6 +145,16 @@ class Variant:
             Place(name, views[index].owner, views[index].address, _size(views[index]), written)
             for index, name, written, _ in self._arrays
         ]
+
+    def _check_reach(self, index: int, at: Device) -> None:
+        """Raise where a device cannot reach memory of the host through the host's own page tables (D8)."""
+        if not at.capabilities["hmm"] and not at.capabilities["ats"]:
+            name = self.kernel.parameters[index][0][2:]
+            raise LaunchError(
+                f"{self.asked}, argument {name!r}: memory of the host",
+                rule=f"{at} reaches it with HMM or ATS only, and has neither ({at.capabilities['hmm'].reason})",
+                next_step="Copy it: remap.DeviceBuffer.from_host(array); or use pinned or managed memory",
+            )
 
     def _refuse_write(self, index: int, view: View, at: Device) -> None:
         name = self.kernel.parameters[index][0][2:]
@@ -173,27 +196,28 @@ class Variant:
 
     def _lay_out(self) -> tuple[str, list[int], list[tuple[int, int, str]]]:
         """Return the layout of all values for `struct`, where each begins, and (offset, size, what) for people."""
-        codes: list[tuple[str, str]] = []
+        codes: list[tuple[str, int, str]] = []
         for name, kind in self.kernel.parameters:
             if isinstance(kind, Array):
-                codes += [
-                    ("P", f"{name[2:]}: address"),
-                    ("q", f"{name[2:]}: number of elements ({kind.dtype})"),
-                ]
-                codes += [("q", f"{name[2:]}: extent {axis}") for axis in range(1, kind.ndim)]
+                elements = f"{name[2:]}: number of elements ({kind.dtype})"
+                codes += [("P", 8, f"{name[2:]}: address"), ("q", 8, elements)]
+                codes += [("q", 8, f"{name[2:]}: extent {axis}") for axis in range(1, kind.ndim)]
             elif isinstance(kind, Scalar):
-                codes.append((_CODES[f"{kind.dtype.kind}{kind.dtype.itemsize}"], f"{name[2:]}: {kind.dtype}"))
+                code = _CODES[f"{kind.dtype.kind}{kind.dtype.itemsize}"]
+                codes.append((code, kind.dtype.itemsize, f"{name[2:]}: {kind.dtype}"))
             elif isinstance(kind, Record) and not is_empty(kind):
-                codes.append((f"{kind.dtype.itemsize}s", f"{name[2:]}: structure"))
+                codes.append((f"{kind.dtype.itemsize}s", alignment(kind.dtype), f"{name[2:]}: structure"))
         layout = captured_layout(self.kernel)
         if layout is not None:
-            codes.append((f"{layout.itemsize}s", "captured values"))
-        text, offsets, rows = "", [], []
-        for code, what in codes:
+            codes.append((f"{layout.itemsize}s", alignment(layout), "captured values"))
+        text = ""
+        offsets: list[int] = []
+        rows: list[tuple[int, int, str]] = []
+        for code, unit, what in codes:
+            text += f"{-struct.calcsize(text) % unit}x"  # `struct` aligns numbers, and not bytes
+            offsets.append(struct.calcsize(text))
             text += code
-            size = struct.calcsize(code)
-            offsets.append(struct.calcsize(text) - size)
-            rows.append((offsets[-1], size, what))
+            rows.append((offsets[-1], struct.calcsize(code), what))
         return text, offsets, rows
 
     def describe(self) -> str:
@@ -238,7 +262,9 @@ class Variant:
         except IndexError:
             packed = Arguments(self._free, self._offsets, self._struct.size)
         self._struct.pack_into(packed.content, packed._start, *raw)
-        packed.spans = tuple(view.owner for view in views.values() if view.owner is not None)
+        packed.spans = tuple([view.owner for view in views.values() if view.owner is not None])
+        if len(packed.spans) < len(views):
+            packed.host = tuple(view.host for view in views.values() if view.host is not None)
         return packed
 
     def _captured_bytes(self) -> list[bytes]:
@@ -273,41 +299,27 @@ class Variant:
         return float(value) if kind.dtype.kind == "f" else bool(value)
 
     def on_host(
-        self,
-        arguments: tuple[Any, ...],
-        views: dict[int, View],
-        config: LaunchConfig,
-        queue: Queue,
-        allow_overlap: bool,
-    ) -> tuple[HostRun, LaunchConfig, Queue, Arguments, list[Touched] | None]:
-        """Return what `Kernel._launch` takes for a launch on the host driver."""
+        self, arguments: tuple[Any, ...], views: dict[int, View], allow_overlap: bool
+    ) -> tuple[HostRun, Arguments, list[Touched] | None]:
+        """Return what the host driver calls, the arguments, and what they let it touch (None: anything)."""
         values: list[Any] = []
         for index, (name, kind) in enumerate(self.kernel.parameters):
-            if isinstance(kind, Array):
-                values.append(views[index])
-            else:
-                values.append(
-                    self.number(name, kind, arguments[index])
-                    if isinstance(kind, Scalar)
-                    else arguments[index]
-                )
-        run = HostRun(
-            self.kernel,
-            self.host(),
-            values,
-            self._captured(),
-            self._shared_parts(views) if allow_overlap else {},
-        )
+            given = views[index] if isinstance(kind, Array) else arguments[index]
+            values.append(self.number(name, kind, given) if isinstance(kind, Scalar) else given)
+        parts = self._shared_parts(views) if allow_overlap else {}
+        run = HostRun(self.kernel, self.host(), values, self._captured(), parts)
         packed = Arguments([], (), 0)
         packed.values = tuple(arguments)
         packed.spans = tuple(view.owner for view in views.values() if view.owner is not None)
+        packed.host = tuple(view.host for view in views.values() if view.host is not None)
+        if any(view.owner is None and view.host is None for view in views.values()):
+            return run, packed, None
         touched = [
             Touched(views[index].address, size, written)
             for index, _, written, _ in self._arrays
-            if views[index].owner is not None and (size := _size(views[index]))
+            if (size := _size(views[index]))
         ]
-        foreign = any(view.owner is None and view.host is None for view in views.values())
-        return run, config, queue, packed, None if foreign else touched
+        return run, packed, touched
 
     def _shared_parts(self, views: dict[int, View]) -> Parts:
         """Return what arrays that share memory with a written one stand on, by name."""

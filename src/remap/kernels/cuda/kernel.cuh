@@ -1,7 +1,7 @@
 // What the kernels that remap makes from Python use. Nothing here is undefined for any value of its arguments, and
 // every function gives the bits that NumPy gives on the host.
 
-namespace remap_kernel {
+namespace made_by_remap {
 
 // -- types --
 
@@ -272,4 +272,4 @@ template <> __device__ inline double atomic_max<double>(double *p, double value)
     return atomic_update(p, [value](double old) { return larger(old, value); });
 }
 
-}  // namespace remap_kernel
+}  // namespace made_by_remap
