@@ -163,3 +163,68 @@ def _size(text: str) -> int:
         return parse_size(text)
     except InvalidValueError as error:
         raise click.BadParameter(str(error), param_hint="--size") from None
+
+
+@demo.command("graph-memory")
+@click.option(
+    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+)
+@click.option("--device", type=int, help="The number of the device; by default the fastest.")
+@click.option(
+    "--experiment",
+    "experiments",
+    type=click.IntRange(1, 4),
+    multiple=True,
+    help="Run this experiment only; may be given several times. All four by default.",
+)
+@click.option(
+    "--bytes", "size", default="64MiB", show_default=True, metavar="SIZE", help="What each graph allocates."
+)
+@click.option(
+    "--graphs", type=click.IntRange(1, 64), default=8, show_default=True, help="How many graphs are launched."
+)
+@click.option(
+    "--spin",
+    type=click.FloatRange(min=0.0, max=10_000.0),
+    metavar="MS",
+    help="How long each kernel stays; by default 200 ms on CUDA and 20 ms on the host.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON; the report goes to stderr.")
+@click.option(
+    "--plot", type=_FILE, metavar="FILE.png|.svg", help="Draw the figures (needs the extra remap[plot])."
+)
+def graph_memory(
+    driver: str | None,
+    device: int | None,
+    experiments: tuple[int, ...],
+    size: str,
+    graphs: int,
+    spin: float | None,
+    as_json: bool,
+    plot: str | None,
+) -> int:
+    """Show in four experiments what graphs hold, when they use addresses and bytes again, and how to keep it low.
+
+    Exits with 0 for PASS, 1 for FAIL or an error, 2 if it is waived (CUDA was asked for and is not here, or has no
+    memory pools), and 64 for misuse.
+    """
+    if plot is not None and not plot.lower().endswith((".png", ".svg")):
+        raise click.BadParameter("a picture is FILE.png or FILE.svg.", param_hint="'--plot'")
+    from remap.cli.graph_memory import Request, run
+    from remap.sizes import parse_size
+
+    try:
+        parse_size(size)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.", param_hint="'--bytes'") from None
+    request = Request(
+        driver=driver,
+        device=device,
+        experiments=tuple(sorted(set(experiments))) or (1, 2, 3, 4),
+        size=size,
+        graphs=graphs,
+        spin=spin,
+        as_json=as_json,
+        plot=plot,
+    )
+    return 0 if run(request) else 1

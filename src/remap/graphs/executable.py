@@ -86,7 +86,7 @@ class Executable(Resource):
         else:
             self._uses._streams[queue.device.index, queue.handle] = queue
         if footprint.watching:
-            footprint.sample(self.device, f"launch {self.serial}")
+            footprint.sample(self.device, "launch")
 
     def _launch_with(self, queue: Queue) -> None:
         asked = f"launch of {self.describe()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -98,10 +99,11 @@ class Series:
 
 @dataclass(eq=False)
 class Watch:
-    """Takes samples from `__enter__` to `__exit__`: at each launch and trim, and at each `mark`."""
+    """Takes samples from `__enter__` to `__exit__`: after each launch and trim, which it counts, and at each `mark`."""
 
     pool: GraphPool
     _samples: list[Sample] = field(default_factory=list[Sample])
+    _counts: Counter[str] = field(default_factory=Counter[str])
     _began: float = 0.0
 
     def mark(self, label: str) -> GraphFigures:
@@ -109,6 +111,10 @@ class Watch:
         figures = self.pool.footprint()
         self._samples.append(Sample(label, time.perf_counter() - self._began, figures))
         return figures
+
+    def _happened(self, what: str) -> None:
+        self._counts[what] += 1
+        self.mark(f"{what} {self._counts[what]}")
 
     @property
     def series(self) -> Series:
@@ -118,7 +124,7 @@ class Watch:
     def __enter__(self) -> Self:
         """Begin."""
         self._began = time.perf_counter()
-        watching.append((self.pool.device, self.mark))
+        watching.append((self.pool.device, self._happened))
         return self
 
     def __exit__(
@@ -128,15 +134,15 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         """End; the series stays."""
-        watching.remove((self.pool.device, self.mark))
+        watching.remove((self.pool.device, self._happened))
 
 
-watching: list[tuple[Device, Callable[[str], GraphFigures]]] = []
+watching: list[tuple[Device, Callable[[str], None]]] = []
 """The watches that are on; a launch asks only whether there is any."""
 
 
-def sample(at: Device, label: str) -> None:
-    """Let every watch of a device take a sample."""
-    for watched, mark in tuple(watching):  # another thread may begin or end a watch
+def sample(at: Device, what: str) -> None:
+    """Let every watch of a device take a sample after a launch or a trim."""
+    for watched, happened in tuple(watching):  # another thread may begin or end a watch
         if watched == at:
-            mark(label)
+            happened(what)
