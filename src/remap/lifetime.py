@@ -346,6 +346,11 @@ def capturing() -> Generator[None]:
         _process.captures -= 1
 
 
+def captures_running() -> bool:
+    """Tell whether a capture runs that remap knows of."""
+    return bool(_process.captures)
+
+
 def _forked() -> None:
     _process.epoch += 1
     _process.captures = 0

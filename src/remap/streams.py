@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.errors import InUseError, InvalidValueError
-from remap.lifetime import Description, Release, Resource, Rollback, Step, epoch
+from remap.lifetime import Description, Release, Resource, Rollback, Step, captures_running, epoch
 from remap.locations import Device, DeviceLike, device
 
 
@@ -312,6 +312,13 @@ class Uses:
         for queue in list(self._streams.values()):
             if not queue.over:
                 queue.check_not_capturing(asked)
+        if self.escaped and captures_running():
+            raise InUseError(
+                asked,
+                rule="its address was given away, so that whole contexts are waited for, and that would break the "
+                "capture that is running",
+                next_step="End the capture first, or pass after= to name what to wait for",
+            )
 
     def wait(self, accessing: tuple[Device, ...], asked: str) -> None:
         """Wait on the host for all of it; if the address escaped, for the contexts of `accessing` too."""
