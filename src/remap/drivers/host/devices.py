@@ -37,7 +37,7 @@ class Devices:
                 memory=memory,
                 l2_cache=4 << 20,
                 numa_node=0,
-                integrated=options.coherent,
+                integrated=options.integrated,
             )
             for memory, clock in zip(options.memory, options.clock_khz, strict=True)
         ]

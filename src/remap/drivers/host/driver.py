@@ -63,8 +63,10 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
 
     `devices` of them have `memory` bytes each (or one size for each device) and `clock_khz` for their speed. `peers`
     says who reaches whom: `"all"`, `"none"`, or a matrix. Host-located memory has a budget of its own, `host_memory`,
-    over all `numa_nodes`. `coherent` lets the CPU be granted access to device memory. `compression` grants what
-    compressible memory asks for. `capabilities` switches features off by name, to see how a program does without.
+    over all `numa_nodes`. `coherent` lets the CPU be granted access to device memory; whether that memory is the CPU's
+    own, so that moving it to the host would free nothing, `integrated` says (by default it is what `coherent` is).
+    `compression` grants what compressible memory asks for. `capabilities` switches features off by name, to see how a
+    program does without.
 
     With `REMAP_HOST_STATE=path` in the environment, the budgets are those of all processes that name the same path.
 
@@ -88,6 +90,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
         numa_nodes: int = 1,
         clock_khz: int | Sequence[int] = 1_000_000,
         coherent: bool = False,
+        integrated: bool | None = None,
         compression: bool = False,
         capabilities: Mapping[str, bool] | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
             numa_nodes=numa_nodes,
             clock_khz=clock_khz,
             coherent=coherent,
+            integrated=integrated,
             compression=compression,
             capabilities=capabilities or {},
         )

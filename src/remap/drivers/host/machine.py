@@ -145,6 +145,7 @@ class Options:
     numa_nodes: int
     clock_khz: tuple[int, ...]
     coherent: bool
+    integrated: bool
     compression: bool
     capabilities: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
@@ -164,6 +165,7 @@ def check_options(
     numa_nodes: int,
     clock_khz: int | Sequence[int],
     coherent: bool,
+    integrated: bool | None,
     compression: bool,
     capabilities: Mapping[str, bool],
 ) -> Options:
@@ -188,6 +190,7 @@ def check_options(
             rule="there are no such capabilities",
             next_step=f"The names are {', '.join(CAPABILITIES)}",
         )
+    looks = coherent or capabilities.get("coherent", False)
     return Options(
         memory=tuple(sizes),
         host_memory=parse_size(host_memory, "host_memory"),
@@ -195,7 +198,8 @@ def check_options(
         peers=_peer_matrix(peers, devices),
         numa_nodes=numa_nodes,
         clock_khz=tuple(_per_device(clocks, devices, "clock_khz")),
-        coherent=coherent or capabilities.get("coherent", False),
+        coherent=looks,
+        integrated=looks if integrated is None else integrated,
         compression=compression or capabilities.get("compression", False),
         capabilities=dict(capabilities),
     )
