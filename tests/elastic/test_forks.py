@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -59,10 +61,10 @@ def test_shared_bytes_cannot_be_written(stage: Stage) -> None:
     for one in (root, fork):
         assert one.shared == ((0, PREFIX),)
         for write in (
-            lambda one=one: one.fill(0, offset=PREFIX - 1, size=1),
-            lambda one=one: one.copy_from_host(b"12", offset=5),
-            lambda one=one: one.copy_from(root if one is fork else fork, size=5),
-            lambda one=one: one.array().copy_from(np.zeros(PREFIX, np.uint8)),
+            partial(one.fill, 0, offset=PREFIX - 1, size=1),
+            partial(one.copy_from_host, b"12", offset=5),
+            partial(one.copy_from, root if one is fork else fork, size=5),
+            partial(one.array().copy_from, np.zeros(PREFIX, np.uint8)),
         ):
             with pytest.raises(remap.AccessError, match="make_private"):
                 write()

@@ -227,18 +227,18 @@ class ElasticMachine(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_operations(stage: Stage) -> None:
-    """Growth, shrinking, forks and writes in any order and at any offset agree with the model (B3, B8, traps 2, 3, 5)."""
+    """Growth, shrinking, forks and writes in any order and at any offset agree with the model (B3, B8, traps 2, 5)."""
 
     class Machine(ElasticMachine):
         pass
 
     Machine.stage = stage
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Machine,
         settings=hypothesis.settings(
-            max_examples=20,
+            max_examples=15,
             stateful_step_count=25,
             deadline=None,
-            suppress_health_check=list(hypothesis.HealthCheck),
+            suppress_health_check=(hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large),
         ),
     )

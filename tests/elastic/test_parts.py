@@ -55,7 +55,7 @@ def test_cuts_cover_what_was_asked_for(
 ) -> None:
     """The chunks of a cut cover the part, stay in the room, and are whole granules of the size that was asked for."""
     granule = 2 * MiB
-    sizes = parse_chunk(kind * granule if isinstance(kind, int) else kind, granule)  # type: ignore[arg-type]
+    sizes = parse_chunk(kind * granule if isinstance(kind, int) else kind, granule)
     start = start * granule // sizes.unit * sizes.unit
     stop, room = start + length * granule, start + (length + more) * granule
     if isinstance(kind, int):

@@ -60,7 +60,7 @@ def test_a_pool_saves_creating(stage: Stage) -> None:
 
 
 def test_pooled_memory_was_waited_for(stage: Stage) -> None:
-    """A chunk comes into the pool after the work that used it, so the next user need not wait for the last (trap 11)."""
+    """A chunk comes into the pool after the work that used it, so the next user need not wait (trap 11)."""
     with remap.ChunkPool(0, limit="1GiB") as pool, remap.Stream(0) as stream:
         one, two = buffer(pool=pool), buffer(pool=pool)
         one.resize(8 * MiB)
@@ -79,7 +79,7 @@ def test_pooled_memory_was_waited_for(stage: Stage) -> None:
 
 
 def test_memory_that_runs_out_is_taken_from_pools(stage: Stage) -> None:
-    """Any request that finds no memory gets what pools keep there, once, before it fails (issue of 'trim and retry')."""
+    """Any request that finds no memory gets what pools keep there, once, before it fails (invariant 9)."""
     if stage.inner.name == "cuda":
         pytest.skip("it would fill the GPU; the host driver shows it")
     memory = remap.device(0).memory
