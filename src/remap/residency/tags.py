@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from remap.buffers.base import Buffer
+from remap.buffers.sources import mapped_only
 from remap.errors import InvalidValueError
 from remap.lifetime import Resource, epoch, on_creation
 
@@ -90,10 +91,11 @@ _groups = _Groups()
 def group(tag: str) -> Generator[Group]:
     """Gather every buffer that is made inside the block, by this thread or task, under a tag.
 
-    The same tag again adds to the same group. Groups may be nested; a buffer is then in each of them.
+    The same tag again adds to the same group. Groups may be nested; a buffer is then in each of them. Typed buffers
+    take mapped memory there, however small, so that they can sleep and move.
     """
     found = _groups.of_this_process().setdefault(tag, Group(tag))
-    with on_creation(found._add):
+    with on_creation(found._add), mapped_only():
         yield found
 
 

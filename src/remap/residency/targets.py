@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
+from remap.arrays import DeviceArray
 from remap.buffers.base import Buffer
 from remap.errors import InUseError, InvalidValueError, RemapError
 from remap.lifetime import Resource
@@ -16,9 +17,9 @@ from remap.residency.waking import Arrival
 from remap.streams import After, Known, wait_after, wait_for_all
 from remap.types import Location, MemoryInfo
 
-Target: TypeAlias = Buffer | Group | str
+Target: TypeAlias = Buffer | DeviceArray | Group | str
 Targets: TypeAlias = Target | Iterable[Target] | Mapping[Any, Keep]
-"""What can be paused: a buffer, a group or its tag, several of them, or a mapping of them to what is kept."""
+"""What can be paused: a buffer, typed memory on one, a group or its tag, several, or a mapping of them to what is kept."""
 
 
 def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
@@ -45,12 +46,14 @@ def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
 
 
 def _each(what: Any) -> Iterable[Any]:
-    return (what,) if isinstance(what, str | Group | Resource) else what
+    return (what,) if isinstance(what, str | Group | Resource | DeviceArray) else what
 
 
 def _buffers(target: Any) -> tuple[Buffer, ...]:
     if isinstance(target, str):
         target = known(target)
+    if isinstance(target, DeviceArray):  # typed memory, or a view: what sleeps is all that it stands on
+        target = target.owner
     if isinstance(target, Group):
         return target.buffers
     if isinstance(target, Buffer):
