@@ -124,7 +124,11 @@ class Packer:
             raw[index] = convert(raw[index])
         raw = self._fitted(plan, given, raw)
         arguments.values = tuple(
-            Address(bits) if code == "P" else Address(_array_address(value)) if index in plan.slices else value
+            Address(bits)
+            if code == "P"
+            else Address(_array_address(value))
+            if index in plan.slices
+            else value
             for index, (code, bits, value) in enumerate(zip(plan.codes, raw, given, strict=True))
         )
         arguments.spans = plan.spans_of(given)
@@ -176,12 +180,12 @@ class Packer:
             self._check_pointer(index, value, parameter)
             return _Slot("P", operator.attrgetter("address"), "other")
         if isinstance(value, np.ndarray):
-            self._check_pointer(index, value, parameter)
+            self._check_pointer(index, cast("object", value), parameter)
             missing = self._unreached()
             if missing:
                 rule = f"it is host memory, which the device does not reach: {missing}"
                 step = "Copy it: remap.DeviceBuffer.from_host(array); remap.advise says what else there is"
-                raise self._refuse(index, value, rule, step)
+                raise self._refuse(index, cast("object", value), rule, step)
             return _Slot("P", _host_address, "other")
         if hasattr(value, "__cuda_array_interface__"):
             self._check_pointer(index, value, parameter)
