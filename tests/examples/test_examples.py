@@ -32,3 +32,10 @@ def test_vector_add_says_how_to_call_it() -> None:
     done = run("vector_add.py")
     assert done.returncode == 1
     assert "plain|mapped" in done.stderr
+
+
+def test_double_buffer() -> None:
+    """The double-buffered example gives right results (D7)."""
+    done = run("double_buffer.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("PASS\n")
