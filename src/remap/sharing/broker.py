@@ -4,8 +4,8 @@ It opens no driver, creates no context and maps nothing, so what kills workers d
 It knows who has a buffer open: one writer, or many readers; when a client dies the kernel closes its connection, and
 what it had open counts no longer. What a client has mapped lives on without the broker, too.
 
-One thread, one event loop, and no handler that waits: a client that reads slowly, or sends half of something, holds up
-nobody but itself.
+One thread, one event loop, and no handler that waits for a client: one that reads slowly, or sends half of something,
+holds up nobody but itself.
 
 It is not a scheduler, and no memory service for a cluster: it serves one user on one host, and moves no bytes.
 """

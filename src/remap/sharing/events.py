@@ -22,7 +22,8 @@ class SharedEvent(Event):
     It is used as every event is: `stream.record(event)`, `stream.wait(event)`, `event.synchronize()`. A wait is for the
     latest record at the time of the call, whichever process made it, so the writer has to say that it has recorded
     before the reader waits. It travels through `multiprocessing`, or as 64 bytes through anything else; CUDA opens it
-    in other processes only. When its maker has closed it or died, waits end and it cannot be opened any more.
+    in other processes only. Its maker closes it last, as CUDA does not say what becomes of the others' otherwise; on
+    the host driver waits for a maker that has died end.
     """
 
     __slots__ = ()

@@ -13,10 +13,17 @@ from remap import drivers
 from remap.buffers.base import Buffer
 from remap.buffers.placement import _check_reach
 from remap.drivers.protocol import Driver, SupportsSharing
-from remap.errors import AccessError, CudaResult, DescriptorError, DriverError, ShareError
+from remap.errors import (
+    AccessError,
+    CudaResult,
+    DescriptorError,
+    DriverError,
+    NotSupportedError,
+    ShareError,
+)
 from remap.handles import reserve_range
 from remap.lifetime import Release, Rollback, Step, drain, queued, undo
-from remap.locations import LocationLike, locations
+from remap.locations import LocationLike, location, locations
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
@@ -243,8 +250,11 @@ def _checked_place(driver: Any, handle: int, chunk: SharedChunk, descriptor: Des
 
     Devices are numbered by each process for itself (CUDA_VISIBLE_DEVICES), so there the driver's number is taken.
     """
-    found: Location = driver.properties_of(handle).location
     said = chunk.location
+    try:
+        found: Location = driver.properties_of(handle).location
+    except NotSupportedError:  # a driver that does not say so of what was imported
+        found = location(said)
     if found.kind is not said.kind or (found.kind is LocationKind.HOST_NUMA and found != said):
         raise DescriptorError(
             f"a chunk of shared memory on {said}", rule=f"the driver says that it is on {found}"
