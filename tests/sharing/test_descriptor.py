@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import remap
 from remap.sharing.descriptor import MOST_CHUNKS, Descriptor, SharedChunk
-from remap.sharing.exported import receive
+from remap.sharing.exported import Exported, receive
 from remap.types import Access, HandleType, Location, LocationKind
 
 PLACES = st.one_of(
@@ -162,3 +162,16 @@ def test_a_legacy_handle_is_recognised(data: bytes) -> None:
     assume(not data.startswith(b"remaptkt"))
     with pytest.raises(remap.DescriptorError, match="cuIpcGetMemHandle"):
         receive(data)
+
+
+@given(st.lists(st.binary(min_size=64, max_size=64), max_size=4), st.binary(max_size=70))
+def test_fabric_handles_travel_as_bytes(handles: list[bytes], more: bytes) -> None:
+    """With fabric handles the bytes are all that is needed, and only whole ones are taken (B5)."""
+    chunks = (SharedChunk(4 << 20, Location(LocationKind.DEVICE)),) * len(handles)
+    one = simple(kind=HandleType.FABRIC, chunks=chunks, size=len(handles) * (4 << 20))
+    data = Exported(one, handles=tuple(handles)).to_bytes()
+    found = receive(data)
+    assert (found.descriptor, found.handles()) == (one, tuple(handles))
+    for wrong in (data[:-1], data + more) if more else (data[:-1],):
+        with pytest.raises(remap.DescriptorError):
+            receive(wrong)
