@@ -51,7 +51,7 @@ class Spans:
     @property
     def pooled(self) -> bool:
         """Whether there is memory whose use depends on where in the order of the streams it happens."""
-        return len(self._blocks) > 0
+        return len(self._blocks) > 0 or len(self._graphs) > 0
 
     def regions(
         self, who: int, address: int, size: int, writes: bool, strict: bool, point: Point | None
@@ -70,10 +70,13 @@ class Spans:
             region: Region | None = mappings.at(address)
             if region is None and not found:
                 region = self._plain.regions.at(address) or self._reachable.at(address)
-                region = region or self._graphs.at(address)
                 if region is None and (block := self._blocks.at(address)) is not None:
                     region = block
                     if point is not None and (rule := block.refusal(point, end)):
+                        return rule
+                if region is None and (part := self._graphs.at(address)) is not None:
+                    region = part
+                    if point is not None and (rule := part.refusal(point)):
                         return rule
             if region is None:
                 return f"nothing is mapped at {address:#x}"

@@ -13,8 +13,8 @@ from remap.drivers.host.graph_run import Executable, Run, all_conditions, shape_
 from remap.drivers.host.graphs import Graphs
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.refusals import invalid, system_error
-from remap.drivers.host.streams import Need, Streams
-from remap.drivers.host.work import OpaqueWork, join
+from remap.drivers.host.streams import Streams
+from remap.drivers.host.work import Mark, OpaqueWork, join
 from remap.errors import driver_error
 
 _UPDATE_FAILURE = 910  # CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
@@ -116,11 +116,15 @@ class Executables:
             # The run cannot begin before its work is known: it takes the lock that is held here.
             work = run.work = self._streams.submit(stream, "a graph", self._started(run), needs, tick)
             self._machine.tick = tick
-            last = executable.last = (stream, work.number)
+            executable.last = (stream, work.number)
             executable.clock = stream.now()
-            for region in (*renewed, *ended):
-                self._memory.let_go(region, last)
-            self._note(executable, run, last)
+            # What is renewed was freed before this run, and what nodes of it free, by it.
+            before = Mark(stream, work.number - 1, dict(clock), str(work))
+            for region in renewed:
+                self._memory.let_go(region, before)
+            for region in ended:
+                self._memory.let_go(region, Mark(stream, work.number, dict(clock), str(work)))
+            self._note(executable, run)
 
     # -- memory that launches left --
 
@@ -135,9 +139,10 @@ class Executables:
                 self._memory.let_go(region, None)
                 return True
             stream = self._streams.find(call, stream_handle)
-            self._memory.check_ordered(region, self._streams.point(stream).clock)
+            clock = self._streams.point(stream).clock
+            self._memory.check_ordered(region, clock)
             work = self._streams.submit(stream, "a free", None)
-            self._memory.let_go(region, (stream, work.number))
+            self._memory.let_go(region, Mark(stream, work.number, clock, str(work)))
             return True
 
     def device_of(self, address: int) -> int | None:
@@ -160,7 +165,7 @@ class Executables:
         """Return the live allocations that a launch allocates anew, if it is allowed to free them."""
         regions = self._memory.regions
         found = [regions.starting_at(allocation.address) for allocation in executable.left]
-        renewed = [region for region in found if region is not None]
+        renewed = [region for region in found if region is not None and region.alive]
         if renewed and not executable.auto_free:
             raise invalid(
                 call,
@@ -170,15 +175,16 @@ class Executables:
             )
         return renewed
 
-    def _note(self, executable: Executable, run: Run, last: Need) -> None:
+    def _note(self, executable: Executable, run: Run) -> None:
         work = run.work
         assert work is not None
+        last = work.stream, work.number
         for _, pages in executable.heaps:
             for page in pages:
                 if page.block is not None:
                     page.block.last = last
         for allocation in executable.left:
-            self._memory.hold(allocation)
+            self._memory.hold(allocation, work, run.point)
         if executable.program.touches is None:
             self._opaque.record(work)
             return

@@ -19,16 +19,27 @@ from remap.drivers.host.machine import Machine
 from remap.drivers.host.refusals import in_use, invalid
 from remap.drivers.host.space import AddressSpace
 from remap.drivers.host.streams import Need
-from remap.drivers.host.work import Clock, Region
+from remap.drivers.host.work import Clock, Mark, Point, Region, Work
 from remap.errors import CudaResult, DriverError, driver_error
 from remap.sizes import format_size
 from remap.types import AddressRange, Location, LocationKind, PointerInfo
 
 
-class GraphRegion(Region):
-    """One live allocation of a graph."""
+class _Life:
+    """From a launch that left an allocation to what freed it; `point` is where that launch stands."""
 
-    __slots__ = ("allocation", "device")
+    __slots__ = ("allocated", "freed", "point")
+
+    def __init__(self, allocated: Mark, point: Point) -> None:
+        self.allocated = allocated
+        self.point = point
+        self.freed: Mark | None = None
+
+
+class GraphRegion(Region):
+    """One allocation of a graph. One that launches leave has a life after the other; others live within a run."""
+
+    __slots__ = ("allocation", "device", "lives")
 
     plain = True  # as plain memory: it ends where it ends, and every device copies it
 
@@ -37,6 +48,22 @@ class GraphRegion(Region):
         self.allocation = allocation
         self.device = allocation.heap.device
         self.readers = self.writers = allocation.readers
+        self.lives: list[_Life] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether what was launched so far leaves it allocated."""
+        return not self.lives or self.lives[-1].freed is None
+
+    def refusal(self, point: Point) -> str:
+        """Return why work at a point in the order of the streams may not use it, if so."""
+        for life in reversed(self.lives):
+            if life.point is not point and not point.after(life.allocated):
+                continue
+            if life.freed is not None and not point.before(life.freed):
+                return f"the graph memory at {self.base:#x} was freed by {life.freed}"
+            return ""
+        return f"no launch that this work waits for has allocated {self.base:#x}" if self.lives else ""
 
 
 class GraphMemory:
@@ -132,12 +159,14 @@ class GraphMemory:
         self.regions.insert(region)
         return region
 
-    def hold(self, allocation: Allocation) -> GraphRegion:
-        """Let an allocation live that the launch leaves allocated: nobody else gets its memory."""
-        region = self.appear(allocation)
+    def hold(self, allocation: Allocation, work: Work, point: Point) -> None:
+        """Let an allocation live that a launch leaves allocated: nobody else gets its memory."""
+        region = self.regions.starting_at(allocation.address) or self.appear(allocation)
+        mark = Mark(work.stream, work.number, dict(point.clock), str(work))
+        region.lives = [life for life in region.lives if life.freed is None or not life.freed.settled]
+        region.lives.append(_Life(mark, point))
         self._count_holders([region], 1)
         allocation.heap.users += 1
-        return region
 
     def disappear(self, allocation: Allocation) -> None:
         """End the life of an allocation within a run."""
@@ -145,9 +174,11 @@ class GraphMemory:
         if region is not None:
             self.regions.remove(region)
 
-    def let_go(self, region: GraphRegion, last: Need | None) -> None:
-        """End the life of an allocation that a launch left; `last` is the work that frees it, None for the host."""
-        self.regions.remove(region)
+    def let_go(self, region: GraphRegion, freed: Mark | None) -> None:
+        """End the life of an allocation that a launch left; None stands for the host, which has waited."""
+        life = region.lives[-1]
+        life.freed = freed or Mark(life.allocated.stream, 0, {}, "the host")
+        last = None if freed is None else (freed.stream, freed.number)
         self._count_holders([region], -1)
         for page in region.allocation.pages:
             if page.block is not None:
@@ -158,7 +189,7 @@ class GraphMemory:
     def live(self, call: str, address: int) -> GraphRegion:
         """Return the allocation that begins at an address and that a launch has left allocated."""
         region = self.regions.starting_at(address)
-        if region is None or region.allocation.freed_by >= 0:
+        if region is None or not region.lives or not region.alive:
             rule = "no launch of a graph has left an allocation there"
             raise invalid(call, f"address {address:#x}", rule)
         return region
@@ -199,6 +230,8 @@ class GraphMemory:
             return
         self._pools[heap.device].unbind(heap.pages)
         for reservation in heap.reservations:
+            for region in self.regions.overlapping(reservation.base, reservation.end):
+                self.regions.remove(region)
             self._space.free(reservation, listed=False)
         self._heaps.discard(heap)
 
@@ -229,13 +262,15 @@ class GraphMemory:
         """Return the live allocation that holds an address. Takes the lock."""
         with self._machine.lock:
             found = self.regions.at(address)
-            return None if found is None else AddressRange(found.base, found.end - found.base)
+            return (
+                None if found is None or not found.alive else AddressRange(found.base, found.end - found.base)
+            )
 
     def pointer_info(self, address: int) -> PointerInfo | None:
         """Return what is known of an address. Takes the lock."""
         with self._machine.lock:
             found = self.regions.at(address)
-            if found is None:
+            if found is None or not found.alive:
                 return None
             return PointerInfo(found.base, found.end - found.base, found.identity, found.device)
 
