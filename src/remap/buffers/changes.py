@@ -26,16 +26,15 @@ class ChangingBuffer(Buffer):
     @contextmanager
     def _change(self, doing: str) -> Generator[None]:
         """Exclude other changes for a block; `doing` is a past participle. Uses go on."""
-        asked = f"{self.kind} {self.serial} to be {doing}"
         with self._driver.lock:
             self._check()
             if self._changing or self._taken:
                 raise InUseError(
-                    asked,
+                    f"{self.kind} {self.serial} to be {doing}",
                     rule=f"it is being {self._changing or self._taken} by another thread",
                     next_step="Let that end first",
                 )
-            self._check_backed(asked)
+            self._check_backed("a change")
             self._changing = doing
         try:
             yield

@@ -149,7 +149,7 @@ class GrowingBuffer(ChangingBuffer):
         holes: list[Hole] = []
         chunks = self._chunks
         index = max(self._index(at + 1) - 1, 0)  # the chunk that holds `at`, if any does
-        before = at if at <= front else self._mapped_before(at, index)
+        before = self._mapped_before(at, index) if at > front or self._shares else at
         for chunk in chunks[index : self._index(stop)]:
             offset = chunk.address - base
             if offset > at:
@@ -157,7 +157,7 @@ class GrowingBuffer(ChangingBuffer):
                 before = 0
             if offset + chunk.size > at:
                 at = offset + chunk.size
-                before += chunk.size
+                before = 0 if chunk.address in self._shares else before + chunk.size
         if at < stop:
             following = self._index(stop)
             room = chunks[following].address - base if following < len(chunks) else self.capacity
@@ -165,11 +165,14 @@ class GrowingBuffer(ChangingBuffer):
         return holes
 
     def _mapped_before(self, at: int, index: int) -> int:
-        """Return how many bytes are mapped right in front of an offset, up to what makes chunks largest."""
+        """Return how many bytes of this buffer alone are mapped right in front, up to what makes chunks largest.
+
+        What forks share does not count: a sequence that goes on behind a long prefix begins with small chunks again.
+        """
         enough = 4 * self._sizes.largest
         end, total = self._address + at, 0
         for chunk in reversed(self._chunks[max(index - 64, 0) : index + 1]):
-            if chunk.address + chunk.size != end - total or total >= enough:
+            if chunk.address + chunk.size != end - total or total >= enough or chunk.address in self._shares:
                 break
             total += chunk.size
         return total
@@ -246,7 +249,8 @@ class GrowingBuffer(ChangingBuffer):
         chunks = self._chunks
         room = chunks[following].address - self._address if following < len(chunks) else self.capacity
         last = chunks[following - 1].location if following else None
-        self._ahead.go(self._front, room, self._front, last)
+        before = self._mapped_before(self._front, following - 1) if self._shares else self._front
+        self._ahead.go(self._front, room, before, last)
 
     def _index(self, offset: int) -> int:
         """Return the index of the first chunk that begins at or behind an offset."""

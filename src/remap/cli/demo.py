@@ -111,6 +111,39 @@ def share(driver: str | None, device: int | None) -> int:
     return 0 if run(driver, device) else 1
 
 
+@demo.command("elastic")
+@click.option(
+    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+)
+@click.option("--device", type=int, help="The number of the device; by default the fastest.")
+@click.option("--capacity", default="64GiB", show_default=True, help="How many addresses are reserved.")
+@click.option("--peak", default="64MiB", show_default=True, help="How far the cache grows.")
+@click.option("--token", default="16KiB", show_default=True, help="What it grows by at each step.")
+@click.option(
+    "--sequences", type=click.IntRange(1, 64), default=4, show_default=True, help="How many share the prefix."
+)
+@click.option("--ahead", default="0", show_default=True, help="What a thread maps ahead of the growth.")
+def elastic(
+    driver: str | None, device: int | None, capacity: str, peak: str, token: str, sequences: int, ahead: str
+) -> int:
+    """Let a cache grow token by token under one address, share it, and shrink it; every byte is checked.
+
+    Exits with 0 for PASS, 1 for FAIL or an error, 2 if CUDA was asked for and is not here, and 64 for misuse.
+    """
+    from remap.cli.elastic import Request, run
+
+    request = Request(
+        driver=driver,
+        device=device,
+        capacity=_size(capacity, "--capacity"),
+        peak=_size(peak, "--peak"),
+        token=_size(token, "--token"),
+        sequences=sequences,
+        ahead=_size(ahead, "--ahead"),
+    )
+    return 0 if run(request) else 1
+
+
 @demo.command("pause")
 @click.option(
     "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
@@ -158,11 +191,11 @@ def pause(
     return 0 if run(request) else 1
 
 
-def _size(text: str) -> int:
+def _size(text: str, option: str = "--size") -> int:
     try:
         return parse_size(text)
     except InvalidValueError as error:
-        raise click.BadParameter(str(error), param_hint="--size") from None
+        raise click.BadParameter(str(error), param_hint=option) from None
 
 
 @demo.command("graph-memory")
