@@ -43,7 +43,7 @@ extern "C" __global__ void chase_global(const unsigned int *next, unsigned int *
 
 extern "C" __global__ void chase_cold(const unsigned int *next, unsigned int *out, long long *clocks, int steps)
 {
-    unsigned int at = 0;
+    unsigned int at = out[0];      // goes on where the last kernel ended: nothing is met twice
     long long start = clock64();
     for (int i = 0; i < steps; ++i) asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(at) : "l"(next + at));
     clocks[0] = clock64() - start;

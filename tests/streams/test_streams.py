@@ -43,16 +43,14 @@ def test_fork_starts_where_the_parent_is(stage: Stage) -> None:
             later.set()
 
 
-def test_join(stage: Stage) -> None:
-    """A join waits for all that the others have queued, and the host does not wait."""
+@pytest.mark.parametrize("slow", [0, 1])
+def test_join(stage: Stage, slow: int) -> None:
+    """A join waits for all that the others have queued, given in whatever form, and the host does not wait."""
     with remap.Stream(0) as parent, remap.Stream(0) as one, remap.Stream(0) as two:
-        gates = [gate(one), gate(two)]
+        opened = gate((one, two)[slow])
         parent.join(one, two.handle)
         assert not parent.done
-        gates[0].set()
-        one.synchronize()
-        assert not parent.done
-        gates[1].set()
+        opened.set()
         parent.synchronize()
 
 

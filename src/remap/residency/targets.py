@@ -19,7 +19,7 @@ from remap.types import Location, MemoryInfo
 
 Target: TypeAlias = Buffer | DeviceArray | Group | str
 Targets: TypeAlias = Target | Iterable[Target] | Mapping[Any, Keep]
-"""What can be paused: a buffer, typed memory on one, a group or its tag, several, or a mapping of them to what is kept."""
+"""What can be paused: a buffer, typed memory on one, a group or its tag, several, or a mapping to what is kept."""
 
 
 def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
