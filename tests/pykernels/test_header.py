@@ -10,6 +10,7 @@ import pytest
 import remap
 from remap.errors import CompileError
 from remap.kernels import ParameterType, Pointer
+from remap.kernels.compile import compile as compile_source
 
 TWICE = """
 #include <remap.cuh>
@@ -50,12 +51,14 @@ WRONG = {
 
 def compile_text(text: str) -> remap.Image:
     """Compile for one architecture, with no GPU."""
-    return remap.compile(text, arch="sm_90")
+    return compile_source(text, arch="sm_90")
 
 
 def test_it_compiles_and_tells_its_parameters() -> None:
     """A slice is a structure of 16 bytes, address and length."""
-    (entry,) = compile_text(TWICE).entries or ()
+    entries = compile_text(TWICE).entries
+    assert entries is not None
+    (entry,) = entries
     assert entry.name == "twice"
     assert [tuple(one) for one in entry.parameters or ()] == [(16, ParameterType.BYTES)] * 2
 
@@ -77,7 +80,7 @@ def test_arrays_are_passed_as_slices(place: Any) -> None:
     """The packer gives an array as address and length where the parameter is a slice, on both drivers."""
     values = np.random.default_rng(0).random(100, dtype=np.float32)
     x, out = place(values), place(100, "float32")
-    image = compile_text(TWICE) if remap.driver().name == "host" else remap.compile(TWICE)
+    image = compile_text(TWICE) if remap.driver().name == "host" else compile_source(TWICE)
     with remap.load(image) as module:
         kernel = module.function("twice")
 

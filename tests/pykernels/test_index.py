@@ -10,7 +10,6 @@ import pytest
 import remap
 from remap.errors import CompileError, KernelError, LaunchError
 
-
 N = 1000
 SHAPE: dict[str, Any] = {"grid": 4, "block": 256}
 
@@ -62,7 +61,7 @@ def test_zero_where_the_index_has_no_element(place: Any) -> None:
 
 
 def test_get_with_a_number_gives_the_default_outside(place: Any) -> None:
-    """get takes any number, also a negative one, and gives the default outside of the array."""
+    """Get takes any number, also a negative one, and gives the default outside of the array."""
 
     @remap.kernel
     def shift(x: remap.Slice, out: remap.DisjointSlice) -> None:
@@ -90,7 +89,7 @@ def test_the_element_and_the_index_at_once(place: Any) -> None:
 
 
 def test_unchecked_writes_by_number(place: Any) -> None:
-    """unchecked is the explicit way to write elsewhere."""
+    """Unchecked is the explicit way to write elsewhere."""
 
     @remap.kernel
     def turn(x: remap.Slice, out: remap.DisjointSlice) -> None:
@@ -166,7 +165,9 @@ def test_an_array_of_another_width_is_refused(place: Any, name: str) -> None:
         place.launch(kernel, *arguments, **TWO)
 
 
-@pytest.mark.parametrize("shape", [{"grid": (2, 2), "block": 8}, {"grid": 2, "block": (8, 2)}, {"grid": 1, "block": (8, 1, 2)}])
+@pytest.mark.parametrize(
+    "shape", [{"grid": (2, 2), "block": 8}, {"grid": 2, "block": (8, 2)}, {"grid": 1, "block": (8, 1, 2)}]
+)
 def test_index_1d_is_refused_in_more_dimensions(place: Any, shape: dict[str, Any]) -> None:
     """In a grid or a block of more dimensions several threads would have one index."""
     x, y = place(16, "float32"), place(16, "float32")
@@ -277,7 +278,7 @@ def test_a_slice_is_not_written(place: Any) -> None:
 
     @remap.kernel
     def wrong(x: remap.Slice) -> None:
-        x[remap.index_1d()] = 1
+        x[remap.index_1d()] = 1  # type: ignore[index] # pyright: ignore[reportIndexIssue]
 
     with pytest.raises(CompileError, match="read only"):
         place.launch(wrong, place(32, "int64"), grid=1, block=32)
@@ -308,12 +309,14 @@ def test_a_read_outside_is_reported(place: Any) -> None:
 
     x, out = place(64, "float32"), place(64, "float32")
     place.launch(beyond, x, out, grid=2, block=32)
-    with pytest.raises(KernelError, match=r"kernel beyond, .*block 1, thread 31: x\[64\]: the array has 64 elements"):
+    with pytest.raises(
+        KernelError, match=r"kernel beyond, .*block 1, thread 31: x\[64\]: the array has 64 elements"
+    ):
         remap.device().synchronize()
 
 
 def test_two_threads_that_write_one_element_are_reported(place: Any) -> None:
-    """unchecked is a promise that the host driver checks: element, address and both threads are named."""
+    """Unchecked is a promise that the host driver checks: element, address and both threads are named."""
     if remap.driver().name != "host":
         pytest.skip("a GPU does not tell")
 

@@ -11,7 +11,7 @@ from remap.arrays import DeviceArray
 from remap.errors import InvalidValueError, LaunchError
 from remap.foreign import as_array
 from remap.kernels.index import DisjointSlice, Slice, _Annotated
-from remap.kernels.ir import Array, Record, Scalar, Type, storable
+from remap.kernels.ir import Array, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.reading import Source, scalar_of, type_of_value
 from remap.kernels.structures import check_layout, structure_of
 from remap.spans import Span
@@ -30,20 +30,22 @@ class View(NamedTuple):
     writable: bool = True
 
 
-def key_of(value: Any) -> Any:
+def key_of(value: Any) -> object:
     """Return what an argument's type is known by, cheaply."""
     if isinstance(value, DeviceArray):
         return value.dtype, len(value.shape)
-    kind = type(value)
-    if kind in (int, float, bool) or kind is type(None):
-        return kind
-    if isinstance(value, np.generic):
+    if is_numpy(value):  # before float: numpy.float64 is one
         return value.dtype
+    if value is None or isinstance(value, (int, float)):
+        return type(value)
     shape = getattr(value, "shape", None)
     if shape is not None:
         dtype = getattr(value, "dtype", None)
-        return dtype if isinstance(dtype, np.dtype) else str(dtype), len(shape), isinstance(value, np.ndarray)
-    return kind
+        return dtype if is_numpy(dtype, np.dtype) else str(dtype), len(shape), is_numpy(value, np.ndarray)
+    return _type(value)
+
+
+_type: Any = type
 
 
 def is_array(value: Any) -> bool:
@@ -102,7 +104,7 @@ def parameter_types(source: Source, arguments: tuple[Any, ...]) -> dict[str, Typ
         what = f"{asked}, argument {name!r}"
         wanted: np.dtype[Any] | None = None
         if isinstance(annotation, _Annotated):
-            annotation, wanted = annotation.kind, annotation.dtype
+            wanted, annotation = annotation.dtype, annotation.kind
         if annotation in (Slice, DisjointSlice):
             found[name] = _array(what, value, "slice" if annotation is Slice else "disjoint", wanted)
         elif is_array(value):
@@ -120,9 +122,9 @@ def _array(what: str, value: Any, kind: str, wanted: np.dtype[Any] | None) -> Ar
     if not is_array(value):
         rule = f"an array is wanted, and this is a {type(value).__name__}"
         raise LaunchError(what, rule=rule, next_step="Pass a DeviceBuffer, or buffer.array(dtype, shape)")
-    view = (
+    view: Any = (
         value
-        if isinstance(value, np.ndarray)
+        if is_numpy(value, np.ndarray)
         else view_of(value, what.split(",", maxsplit=1)[0], what.split("'")[1], None)
     )
     dtype, ndim = view.dtype, len(view.shape)

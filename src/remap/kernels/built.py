@@ -13,7 +13,7 @@ from remap.locations import Device
 
 
 class Code(Module):
-    """A module that belongs to a kernel and not to the user: nobody has to close it, and it counts as no live object."""
+    """A module that belongs to a kernel, not to the user: nobody has to close it, and it counts as no live object."""
 
     __slots__ = ()
 

@@ -1,10 +1,10 @@
 """Compiled kernels on disk, so that a program that starts again compiles nothing.
 
 A file is named by the digest of everything that its content depends on: the source as it goes to the compiler, the
-architecture, the options, and the compiler's version. It lies in a directory that only its owner can enter, appears whole
-(written beside, then renamed, so that several programs may do it at once), and begins with the digest of the rest, so
-that a damaged file is compiled anew. Whoever can write there can run code as you: a directory that others may write to is
-not used.
+architecture, the options, and the compiler's version. It lies in a directory that only its owner can enter, appears
+whole (written beside, then renamed, so that several programs may do it at once), and begins with the digest of the
+rest, so that a damaged file is compiled anew. Whoever can write there can run code as you: a directory that others may
+write to is not used.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ import numpy as np
 from remap.errors import CompileError
 from remap.kernels import ir
 from remap.kernels.elements import Elements
-from remap.kernels.expressions import ElementOf, Expressions, element_type
+from remap.kernels.expressions import Expressions, element_type
 from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
 from remap.kernels.reading import MISSING, Source, scalar_of
+from remap.kernels.scope import ElementOf
 
 _EXACT: dict[Any, str] = {
     math.sqrt: "sqrt",
@@ -241,7 +242,10 @@ class Calls(Elements):
             or value.type.dtype.kind not in "iu"
             or not self.is_uniform(width)
         ):
-            rule = "the width has to be the same for all threads: a parameter that nothing is assigned to, a captured value, or an array's extent such as x.shape[1]"
+            rule = (
+                "the width has to be the same for all threads: a parameter that nothing is assigned to, "
+                "a captured value, or an array's extent such as x.shape[1]"
+            )
             raise self.error(node, what, rule)
         space = Space("width", width=ast.unparse(width))
         return ir.MakeIndex(ir.Witness(space), node.lineno, self.cast(value, INT))

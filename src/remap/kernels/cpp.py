@@ -1,8 +1,8 @@
 """CUDA C++ from a typed kernel. Every operation is written so that it has one result on every device and on the host.
 
-Integers wrap (signed overflow means nothing in C++, so it is done on unsigned ones), `//` and `%` round down, a division
-by zero gives 0, floats become integers towards zero and within their range, and products and sums are rounded apart
-(NVRTC runs with --fmad=false unless the kernel says `fma=True`). The helpers are in `cuda/kernel.cuh`.
+Integers wrap (signed overflow means nothing in C++, so it is done on unsigned ones), `//` and `%` round down, an
+integer divided by zero gives 0, floats become integers towards zero and within their range, and products and sums are
+rounded apart (NVRTC runs with --fmad=false unless the kernel says `fma=True`). The helpers are in `cuda/kernel.cuh`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Writer:
         self.indent = 0
 
     def text(self) -> str:
-        """Return the whole translation unit; the kernel's entry is `extern "C"` and has its name with `remap_` before it."""
+        """Return the whole translation unit; its entry is `extern "C"` and has the kernel's name after `remap_`."""
         kernel = self.kernel
         parameters: list[str] = []
         opening: list[str] = []
@@ -134,7 +134,7 @@ class Writer:
 
     def function(self, function: ir.Function) -> str:
         """Return a device function."""
-        parameters = []
+        parameters: list[str] = []
         for name, kind in function.parameters:
             if isinstance(kind, Array):
                 element = self.name_of(
@@ -147,7 +147,8 @@ class Writer:
         self.declare(function.variables)
         self.block(function.body)
         body = "\n".join(self.lines)
-        return f"__device__ static {self.name_of(function.result)} {function.name}({', '.join(parameters)})\n{{\n{body}\n}}\n"
+        head = f"__device__ static {self.name_of(function.result)} {function.name}({', '.join(parameters)})"
+        return f"{head}\n{{\n{body}\n}}\n"
 
     def declare(self, variables: dict[str, Type]) -> None:
         """Declare the variables; each is assigned before it is read, which the typing has proved."""

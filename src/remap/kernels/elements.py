@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from remap.kernels import ir
-from remap.kernels.expressions import ElementOf, Expressions, element_type
-from remap.kernels.ir import INT, Array, Scalar, Witness
+from remap.kernels.expressions import Expressions, element_type
+from remap.kernels.ir import INT, Array, Scalar, Witness, is_numpy
+from remap.kernels.scope import ElementOf
 
 
 class Elements(Expressions):
@@ -38,7 +41,7 @@ class Elements(Expressions):
         return found
 
     def indices(self, node: ast.Subscript, array: ir.Var, verb: str) -> tuple[ir.Expr, ...]:
-        """Return the index of an element: a witness, or a number for each axis; refuse what that array does not take."""
+        """Return the index of an element: a witness, or a number for each axis; refuse what the array does not take."""
         nodes = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         return self.checked_indices(node, array, nodes, verb)
 
@@ -98,22 +101,24 @@ class Elements(Expressions):
             case ast.Name() | ast.Attribute():
                 path = ast.unparse(node)
                 if not self.is_local(path.split(".", maxsplit=1)[0]):
-                    value = self.source.at(path)
-                    if isinstance(value, (int, str, np.dtype, type, np.integer)):
-                        if isinstance(value, (int, np.integer)):
-                            self.shared.baked[path] = value = int(value)
-                        return value
+                    found: Any = self.source.at(path)
+                    if is_numpy(found, (int, np.integer)):
+                        number = self.shared.baked[path] = int(found)
+                        return number
+                    if is_numpy(found, (str, np.dtype, type)):
+                        return found
             case _:
                 pass
         rule = "it has to be known when the kernel is compiled"
         raise self.error(node, f"{what}: {ast.unparse(node)}", rule, "Use a number or a global variable")
 
 
-_CONSTANT: dict[type[ast.operator], Any] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
-    ast.LShift: lambda a, b: a << b,
+_OPERATOR: Any = operator  # whose functions take anything and tell nothing
+_CONSTANT: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: _OPERATOR.add,
+    ast.Sub: _OPERATOR.sub,
+    ast.Mult: _OPERATOR.mul,
+    ast.FloorDiv: _OPERATOR.floordiv,
+    ast.Mod: _OPERATOR.mod,
+    ast.LShift: _OPERATOR.lshift,
 }

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
-import types
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import partial
 
 import numpy as np
 
-from remap.errors import CompileError
 from remap.kernels import ir
-from remap.kernels.index import _Axes
-from remap.kernels.ir import BOOL, FLOAT, INT, Array, Element, Record, Scalar, Type, Witness, promote
-from remap.kernels.reading import MISSING, Source, type_of_value
+from remap.kernels.ir import BOOL, FLOAT, INT, Array, Element, Scalar, Type, Witness, promote, value_type
+from remap.kernels.scope import ElementOf, Scope
 
-_BINARY: dict[type[ast.operator], str] = {
+BINARY: dict[type[ast.operator], str] = {
     ast.Add: "+",
     ast.Sub: "-",
     ast.Mult: "*",
@@ -37,57 +33,9 @@ _COMPARE: dict[type[ast.cmpop], str] = {
     ast.NotEq: "!=",
 }
 
-Alias: TypeAlias = "ir.Var | ElementOf"
-"""What a local name can stand for beside a value: an array, or an element of one."""
 
-
-@dataclass(slots=True)
-class ElementOf:
-    """What `get_mut_indexed` gives first: the thread's element of an array."""
-
-    array: ir.Var
-    index: ir.Expr
-
-
-@dataclass
-class Shared:
-    """What all functions of one kernel have in common while it is typed."""
-
-    captured: dict[str, tuple[str, Type]] = field(default_factory=dict)
-    baked: dict[str, Any] = field(default_factory=dict)
-    functions: dict[Any, ir.Function] = field(default_factory=dict)
-    stack: list[Any] = field(default_factory=list)
-    spaces: dict[str, ir.Space] = field(default_factory=dict)
-    kinds: set[str] = field(default_factory=set)
-    unchecked: set[str] = field(default_factory=set)
-    has_barrier: bool = False
-    static_shared: int = 0
-    dynamic_align: int = 0
-    dynamic_least: int = 0
-
-    def start(self) -> None:
-        """Forget what a pass has noted, before the next; captured values keep their names."""
-        self.__dict__.update(Shared(captured=self.captured).__dict__)
-
-
-class Expressions:
-    """Types the expressions of one function; `out` is the block that statements go to."""
-
-    def __init__(self, source: Source, shared: Shared, parameters: dict[str, Type]) -> None:
-        self.source = source
-        self.shared = shared
-        self.parameters = parameters
-        self.types: dict[str, Type] = {}
-        self.aliases: dict[str, Alias] = {}
-        self.assigned: set[str] | None = set()  # None: this point is not reached
-        self.constants: dict[str, Any] = {}
-        self.out: ir.Block = []
-        self.is_kernel = True
-        self.temporaries = 0
-
-    def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:
-        """Return an error that names file and line."""
-        return self.source.error(where, what, rule, next_step)
+class Expressions(Scope):
+    """Types expressions."""
 
     # -- expressions --
 
@@ -155,11 +103,6 @@ class Expressions:
             case _:
                 raise self.refuse(node)
 
-    def refuse(self, node: ast.AST) -> CompileError:
-        """Return the error for a part of Python that kernels do not have."""
-        what = ast.unparse(node).splitlines()[0]
-        return self.error(node, what, f"a kernel cannot have this ({type(node).__name__})")
-
     def call(self, node: ast.Call) -> ir.Expr | ElementOf:
         """Return a call; `Calls` knows which there are."""
         raise NotImplementedError
@@ -177,50 +120,6 @@ class Expressions:
         if isinstance(root, ast.Name) and not self.is_local(root.id):
             return self.outside(node, ast.unparse(node))
         return self.attribute(node)
-
-    def is_local(self, name: str) -> bool:
-        """Tell whether a name is the function's own."""
-        return name in self.source.locals or name in self.parameters
-
-    def local(self, node: ast.Name) -> ir.Expr | ElementOf:
-        """Return a local variable or a parameter."""
-        name = node.id
-        alias = self.aliases.get(name)
-        if alias is not None:
-            return alias
-        if name in self.parameters and name not in self.source.locals:
-            return ir.Var(self.parameters[name], node.lineno, f"p_{name}")
-        if (self.assigned is not None and name not in self.assigned) or name not in self.types:
-            rule = "it may be read before anything was assigned to it"
-            raise self.error(node, f"variable {name}", rule, "Assign to it on every path before")
-        return ir.Var(self.types[name], node.lineno, f"v_{name}")
-
-    def outside(self, node: ast.expr, path: str) -> ir.Expr:
-        """Return a value from outside of the kernel, which is read at each launch."""
-        parts = path.split(".")
-        for count in range(1, len(parts) + 1):
-            value = self.source.at(".".join(parts[:count]))
-            if value is MISSING:
-                rule = "there is nothing of this name"
-                raise self.error(node, ".".join(parts[:count]), rule)
-            if isinstance(value, (types.ModuleType, type, _Axes)):
-                if isinstance(value, _Axes) and count + 1 == len(parts) and parts[count] in ("x", "y", "z"):
-                    return ir.Builtin(INT, node.lineno, value.name, "xyz".index(parts[count]))
-                continue
-            kind = type_of_value(value)
-            if kind is None:
-                break
-            found: ir.Expr = self.capture(node, ".".join(parts[:count]), kind)
-            for name in parts[count:]:
-                found = self.member(node, found, name)
-            return found
-        rule = "only numbers, NumPy scalars, structures and dataclasses can be captured"
-        raise self.error(node, path, rule, "Pass arrays as arguments")
-
-    def capture(self, node: ast.AST, path: str, kind: Type) -> ir.Var:
-        """Return a captured value as a variable."""
-        name, kind = self.shared.captured.setdefault(path, (f"c_{len(self.shared.captured)}", kind))
-        return ir.Var(kind, getattr(node, "lineno", 0), name)
 
     def attribute(self, node: ast.Attribute) -> ir.Expr:
         """Return an attribute of a local value."""
@@ -245,12 +144,6 @@ class Expressions:
             raise self.error(node, ast.unparse(node), "an index from index_2d has .row and .col")
         return self.member(node, owner, node.attr)
 
-    def member(self, node: ast.AST, owner: ir.Expr, name: str) -> ir.Expr:
-        """Return a field of a structure."""
-        if not isinstance(owner.type, Record) or name not in (owner.type.dtype.names or ()):
-            raise self.error(node, f"field {name}", f"a {owner.type} has none of this name")
-        return ir.Member(value_type(owner.type.dtype[name]), owner.line, owner, name)
-
     # -- operators --
 
     def cast(self, value: ir.Expr, to: Type) -> ir.Expr:
@@ -265,10 +158,9 @@ class Expressions:
             self.check_fits(value, to)
         if value.type.dtype == to.dtype and not isinstance(value, ir.Const):
             return ir.Cast(to, value.line, value)
-        if isinstance(value, ir.Const) and (to.dtype.kind != "b"):
-            # Folded, so that a number of the source costs nothing; a weak one has no other type yet.
-            if value.type.dtype.kind in "bi" or to.dtype.kind == "f":
-                return ir.Const(to, value.line, to.dtype.type(value.value).item())
+        foldable = to.dtype.kind == "f" or (to.dtype.kind in "iu" and value.type.dtype.kind != "f")
+        if isinstance(value, ir.Const) and foldable:
+            return ir.Const(to, value.line, to.dtype.type(value.value).item())
         return ir.Cast(to, value.line, value)
 
     def check_fits(self, value: ir.Const, to: Scalar) -> None:
@@ -290,7 +182,7 @@ class Expressions:
             raise self.error(
                 node, ast.unparse(node), "a kernel has ** 2 and no other power", "Multiply, or use math.sqrt"
             )
-        name = _BINARY.get(type(op))
+        name = BINARY.get(type(op))
         if name is None:
             raise self.refuse(node)
         return self.operate(node, name, self.number(left), self.number(right))
@@ -375,7 +267,7 @@ class Expressions:
         """Return `and` or `or`; what is on the right runs only where it decides."""
         found = self.truth(values[0])
         for one in values[1:]:
-            inner = self.inside(lambda one=one: self.truth(one))  # type: ignore[misc]
+            inner = self.inside(partial(self.truth, one))
             body, right = inner
             if not body and harmless(right):
                 found = ir.Op(BOOL, node.lineno, "and" if is_and else "or", (found, right))
@@ -404,40 +296,13 @@ class Expressions:
         self.out.append(ir.If(node.lineno, test, body, orelse))
         return result
 
-    def inside(self, make: Any) -> tuple[ir.Block, Any]:
-        """Return what `make` gives, with the statements that it needs before it."""
-        before, self.out = self.out, []
-        try:
-            found = make()
-            return self.out, found
-        finally:
-            self.out = before
-
-    def temporary(self, kind: Type, line: int, value: ir.Expr | None) -> ir.Var:
-        """Return a new variable, assigned if there is a value for it."""
-        name = f"t_{self.temporaries}"
-        self.types[f"%{self.temporaries}"] = kind  # no name that a user could have
-        self.temporaries += 1
-        found = ir.Var(kind, line, name)
-        if value is not None:
-            self.out.append(ir.Assign(line, name, value))
-        return found
-
-    def hold(self, value: ir.Expr, line: int) -> ir.Expr:
-        """Return a value that can be used twice and is worked out once."""
-        return value if isinstance(value, (ir.Const, ir.Var)) else self.temporary(value.type, line, value)
-
     def subscript(self, node: ast.Subscript) -> ir.Expr:
         """Return an element of an array; `Elements` knows how."""
         raise NotImplementedError
 
 
-def value_type(dtype: np.dtype[Any]) -> Type:
-    """Return the type of a value of a NumPy type."""
-    return Record(dtype) if dtype.fields is not None else Scalar(dtype)
-
-
 def element_type(array: ir.Var) -> Type:
+    """Return the type of an array's elements."""
     assert isinstance(array.type, (Array, Element))
     return value_type(array.type.dtype)
 

@@ -27,18 +27,43 @@ class Slice:
         """Return the annotation that takes arrays of one type only: `Slice["float32"]`."""
         return _Annotated(cls, dtype)
 
+    if TYPE_CHECKING:  # what a kernel does with it; there is no such object at run time
+        size: int
+        shape: tuple[int, ...]
+        ndim: int
+
+        def __len__(self) -> int: ...
+        def __getitem__(self, index: Any) -> Any: ...
+        def get(self, *index_and_default: Any) -> Any:
+            """Return an element, or the default where there is none."""
+
 
 class DisjointSlice:
     """A parameter in which each thread writes its own element, and no other. Annotate with it.
 
-    `out[i] = v` takes the thread's own index; a thread beyond the end writes nothing. `out[i]` and `out.get(i, default)`
-    read that element. `element, i = out.get_mut_indexed()` gives both at once: `if element:` tells whether the thread
-    has one, `element.value` is it. `unchecked(out)` is the way to write elsewhere.
+    `out[i] = v` takes the thread's own index; a thread beyond the end writes nothing. `out[i]` and
+    `out.get(i, default)` read that element. `element, i = out.get_mut_indexed()` gives both at once: `if element:`
+    tells whether the thread has one, `element.value` is it. `unchecked(out)` is the way to write elsewhere.
     """
 
     def __class_getitem__(cls, dtype: Any) -> Any:
         """Return the annotation that takes arrays of one type only: `DisjointSlice["float32"]`."""
         return _Annotated(cls, dtype)
+
+    if TYPE_CHECKING:  # what a kernel does with it; there is no such object at run time
+        size: int
+        shape: tuple[int, ...]
+        ndim: int
+
+        def __len__(self) -> int: ...
+        def __getitem__(self, index: Any) -> Any: ...
+        def get(self, *index_and_default: Any) -> Any:
+            """Return an element, or the default where there is none."""
+
+        def __setitem__(self, index: Any, value: Any) -> None: ...
+        def get_mut_indexed(self) -> tuple[Any, Any]:
+            """Return the thread's own element and its index."""
+            ...
 
 
 class _Annotated:

@@ -269,7 +269,7 @@ class While(Stmt):
     before: Block
     test: Expr
     body: Block
-    after: Block = field(default_factory=list)
+    after: Block = field(default_factory=list[Stmt])
 
 
 @dataclass(slots=True)
@@ -357,6 +357,11 @@ class Kernel:
     fma: bool
 
 
+def value_type(dtype: np.dtype[Any]) -> Type:
+    """Return the type of a value of a NumPy type."""
+    return Record(dtype) if dtype.fields is not None else Scalar(dtype)
+
+
 def storable(dtype: np.dtype[Any]) -> bool:
     """Tell whether numbers of this type can be computed with in a kernel."""
     return (
@@ -364,6 +369,11 @@ def storable(dtype: np.dtype[Any]) -> bool:
         or (dtype.kind in "iu" and dtype.isnative)
         or (dtype.kind == "f" and dtype.itemsize in (4, 8) and dtype.isnative)
     )
+
+
+def is_numpy(value: Any, kind: Any = np.generic) -> bool:
+    """Tell whether a value is NumPy's, without a type checker taking it for one of unknown type from then on."""
+    return isinstance(value, kind)
 
 
 def promote(one: Scalar, other: Scalar) -> Scalar:

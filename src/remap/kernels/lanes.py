@@ -1,3 +1,6 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+# (what NumPy gives for values of any type has no type that a checker could know)
 """Many threads at once: the values of a variable for all of them, and the choice of those that take part.
 
 The host runs a kernel for a batch of threads together: every variable is a NumPy array with one element for each
@@ -180,7 +183,7 @@ def inner(outer: Selection, found: Selection) -> Selection:
 
 
 def union(one: Selection, other: Selection, whole: Selection, count: int) -> Selection:
-    """Return the lanes of two selections that share none; both are parts of `whole`, which is returned if that is all."""
+    """Return the lanes of two selections that share none; `whole`, of which both are parts, if that is all of it."""
     if one is NONE:
         return other
     if other is NONE:

@@ -1,3 +1,6 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+# (what NumPy gives for values of any type has no type that a checker could know)
 """The few operations on numbers that NumPy does not have as kernels mean them. All take arrays or single numbers."""
 
 from __future__ import annotations
@@ -50,4 +53,4 @@ def _fma(size: int) -> Any:
     function = library.fmaf if size == 4 else library.fma
     kind = ctypes.c_float if size == 4 else ctypes.c_double
     function.argtypes, function.restype = (kind, kind, kind), kind
-    return np.frompyfunc(lambda x, y, z: function(x, y, z), 3, 1)
+    return np.frompyfunc(function, 3, 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
 from remap import drivers
@@ -19,9 +20,10 @@ from remap.kernels.arguments import View, key_of, parameter_types
 from remap.kernels.built import image_for
 from remap.kernels.image import Image
 from remap.kernels.launch import Extent, Prepared
+from remap.kernels.loaded import Loaded
 from remap.kernels.reading import Source
 from remap.kernels.statements import type_kernel
-from remap.kernels.variant import Loaded, Variant
+from remap.kernels.variant import Variant
 from remap.locations import Device
 from remap.locations import device as find_device
 from remap.sizes import Size
@@ -119,7 +121,7 @@ class PythonKernel:
     # -- looking inside --
 
     def source(self, *arguments: Any) -> str:
-        """Return the CUDA C++ that this kernel becomes for arguments of these types; NumPy arrays may stand for others."""
+        """Return the CUDA C++ that this becomes for arguments of these types; NumPy arrays may stand for others."""
         return self._variant(arguments).cpp()
 
     def compile(self, *arguments: Any, arch: str | None = None) -> Image:
@@ -167,12 +169,12 @@ def kernel(function: Callable[..., object] | None = None, /, *, fma: bool = Fals
     """Make a kernel of a Python function. A decorator.
 
     Parameters that are arrays are annotated with `remap.Slice` (read) or `remap.DisjointSlice` (each thread writes its
-    own element); all others go by value. The function is read, not run: it is compiled at the first launch for the types
-    of the arguments, with NumPy's types for every expression. Products and sums are rounded apart, so that both
+    own element); all others go by value. The function is read, not run: it is compiled at the first launch for the
+    types of the arguments, with NumPy's types for every expression. Products and sums are rounded apart, so that both
     drivers give the same bits; `fma=True` lets the compiler join them, which is faster and may differ in the last one.
     """
     if function is None:
-        return lambda one: PythonKernel(one, fma)
+        return partial(PythonKernel, fma=fma)
     return PythonKernel(function, fma)
 
 

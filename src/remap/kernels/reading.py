@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from remap.errors import CompileError
-from remap.kernels.ir import FLOAT, INT, Record, Scalar, Type, storable
+from remap.kernels.ir import FLOAT, INT, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.structures import structure_of
 
 MISSING: Any = object()
@@ -115,9 +115,9 @@ def type_of_value(value: Any) -> Type | None:
         return Scalar(np.dtype(np.bool_))
     if isinstance(value, int):
         return INT
-    if isinstance(value, np.void) and value.dtype.fields is not None:
+    if is_numpy(value, np.void) and value.dtype.fields is not None:
         return Record(value.dtype)
-    if isinstance(value, np.generic):  # before float: numpy.float64 is one
+    if is_numpy(value):  # before float: numpy.float64 is one
         return Scalar(value.dtype) if storable(value.dtype) else None
     if isinstance(value, float):
         return FLOAT
@@ -134,7 +134,11 @@ def scalar_of(what: Any) -> Scalar | None:
         return FLOAT
     if what is bool:
         return Scalar(np.dtype(np.bool_))
-    if isinstance(what, np.dtype) or (isinstance(what, type) and issubclass(what, np.generic)):
-        dtype = np.dtype(what)
-        return Scalar(dtype) if storable(dtype) else None
+    if is_numpy(what, np.dtype) or (is_numpy(what, type) and issubclass(what, np.generic)):
+        return _stored(what)
     return None
+
+
+def _stored(what: Any) -> Scalar | None:
+    dtype: np.dtype[Any] = np.dtype(what)
+    return Scalar(dtype) if storable(dtype) else None

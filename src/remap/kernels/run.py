@@ -10,7 +10,8 @@ import numpy as np
 
 from remap.kernels import ir
 from remap.kernels.arguments import View
-from remap.kernels.batch import Batch, Frame, Memory
+from remap.kernels.batch import Batch, Memory
+from remap.kernels.frame import Frame
 from remap.kernels.ir import Array
 from remap.kernels.overlap import Part
 from remap.kernels.shadows import GridShadow

@@ -1,8 +1,12 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+# (what NumPy gives for values of any type has no type that a checker could know)
 """Who wrote and who read each element, so that two threads that meet without an order between them are found.
 
 A barrier orders the threads of a block: each has a number of barriers behind it, its *epoch*. Two accesses to an
-element, one of them a write, by two threads, are a race unless both threads are of one block and a barrier lies between:
-then the earlier access has the smaller epoch. What is found does not depend on the order in which the host happens to
+element, one of them a write, by two threads, are a race unless both threads are of one block and a barrier lies
+between: then the earlier access has the smaller epoch.
+What is found does not depend on the order in which the host happens to
 run the threads. Atomic operations do not race with each other.
 
 Accesses come for many threads at once (`lanes`), as positions and who is there.
@@ -30,8 +34,8 @@ class BlockShadow:
     """The accesses to shared memory of a batch of blocks; a stamp is an epoch and a thread of the block."""
 
     def __init__(self, count: int) -> None:
-        self._written = np.full(count, -1, np.int64)
-        self._read = np.full(count, -1, np.int64)
+        self._written: Any = np.full(count, -1, np.int64)
+        self._read: Any = np.full(count, -1, np.int64)
 
     def read(self, at: Any, mine: Any, base: Any) -> Found | None:
         """Note reads; `mine` is each lane's stamp, `base` the stamp of its epoch with thread 0."""
@@ -106,12 +110,12 @@ class GridShadow:
 
     def __init__(self, count: int) -> None:
         # Zeros cost nothing until they are touched, so threads are counted from 1.
-        self._writer = np.zeros(count, np.int64)
-        self._reader = np.zeros(count, np.int64)
-        self._write_epoch = np.zeros(count, np.int32)
-        self._read_epoch = np.zeros(count, np.int32)
-        self._tag = np.zeros(count, np.int8)
-        self._fence = np.zeros(count, np.int32)
+        self._writer: Any = np.zeros(count, np.int64)
+        self._reader: Any = np.zeros(count, np.int64)
+        self._write_epoch: Any = np.zeros(count, np.int32)
+        self._read_epoch: Any = np.zeros(count, np.int32)
+        self._tag: Any = np.zeros(count, np.int8)
+        self._fence: Any = np.zeros(count, np.int32)
 
     def read(self, at: Any, who: Who, tag: int) -> Found | None:
         """Note reads."""
@@ -176,7 +180,9 @@ class GridShadow:
     def _unfenced(self, at: Any, writer: Any, who: Who, tag: int, verb: str) -> Found | None:
         bad = (writer != 0) & (self._tag[at] != tag) & (self._fence[at] >= who.fence)
         if bad.any():
-            what = f"{verb} through another address than the one that was written through, with no alias_fence() between"
+            what = (
+                f"{verb} through another address than what was written through, with no alias_fence() between"
+            )
             return _met(bad, writer, what)
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from remap.errors import LaunchError
-from remap.kernels.ir import storable
+from remap.kernels.ir import is_numpy, storable
 
 _PYTHON: dict[Any, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 
@@ -21,9 +21,10 @@ def structure_of(kind: type) -> np.dtype[Any]:
     hints = typing.get_type_hints(kind)
     fields: list[tuple[str, Any]] = []
     for one in dataclasses.fields(kind):
-        hint = _PYTHON.get(hints[one.name], hints[one.name])
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            fields.append((one.name, structure_of(hint)))
+        hint: Any = _PYTHON.get(hints[one.name], hints[one.name])
+        if is_numpy(hint, type) and dataclasses.is_dataclass(hint):
+            inner: Any = hint
+            fields.append((one.name, structure_of(inner)))
             continue
         try:
             fields.append((one.name, np.dtype(hint)))
@@ -81,15 +82,16 @@ def alignment(dtype: np.dtype[Any]) -> int:
 
 def field_offset(dtype: np.dtype[Any], field: str) -> int:
     """Return the byte at which a field lies."""
-    assert dtype.fields is not None
-    return int(dtype.fields[field][1])
+    fields: Any = dtype.fields
+    return int(fields[field][1])
 
 
-def as_record(value: Any, dtype: np.dtype[Any]) -> np.void:
+def as_record(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a dataclass, or a structured scalar, as a structured scalar of that type."""
     if isinstance(value, np.void):
         return value
-    return np.array(_tuple(value), dtype)[()]
+    record: Any = np.array(_tuple(value), dtype)[()]
+    return record
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,10 @@ import numpy as np
 from remap.errors import AccessError, LaunchError
 from remap.kernels import ir
 from remap.kernels.arguments import View, view_of
-from remap.kernels.built import Code, image_for
-from remap.kernels.cpp import Writer, captured_layout, entry_name, is_empty
+from remap.kernels.cpp import Writer, captured_layout, is_empty
 from remap.kernels.host import HostWriter
-from remap.kernels.image import Image, ImageKind
 from remap.kernels.ir import Array, Record, Scalar
-from remap.kernels.launch import Extent, Kernel
+from remap.kernels.loaded import Loaded
 from remap.kernels.overlap import Place, check_disjoint, parts_of, share_bytes
 from remap.kernels.params import Arguments
 from remap.kernels.reading import MISSING, Source, type_of_value
@@ -24,9 +23,8 @@ from remap.kernels.run import HostRun, Parts
 from remap.kernels.structures import alignment, as_record, describe_layout
 from remap.locations import Device
 from remap.ranges import Range
-from remap.sizes import Size, format_size
 from remap.streams import StreamLike
-from remap.types import Access, LaunchConfig, Touched
+from remap.types import Access, Touched
 
 _NONE = Access.NONE
 _CODES = {
@@ -36,7 +34,6 @@ _CODES = {
     "f8": "d",
     "b1": "?",
 }
-_KEPT = 256  # configurations that are remembered as checked
 
 
 class Variant:
@@ -84,9 +81,10 @@ class Variant:
 
     def host(self) -> Callable[..., None]:
         """Return the kernel as a function over NumPy arrays."""
-        if self._host is None:
-            self._host = HostWriter(self.kernel).compiled()
-        return self._host
+        found = self._host
+        if found is None:
+            found = self._host = HostWriter(self.kernel).compiled()
+        return found
 
     def load(self, at: Device) -> Loaded:
         """Return the kernel on a device."""
@@ -106,7 +104,7 @@ class Variant:
     def check_arrays(
         self, views: dict[int, View], arguments: tuple[Any, ...], at: Device, allow_overlap: bool
     ) -> None:
-        """Raise where an array cannot be written, shares memory with one that is, or has another width than its index."""
+        """Raise where an array cannot be written, shares memory with one that is, or is not as wide as its index."""
         place = at.location
         for index, _, written, _ in self._arrays:
             view = views[index]
@@ -135,7 +133,7 @@ class Variant:
                 space = self.kernel.spaces[name]
                 raise LaunchError(
                     f"{self.asked}, argument {name[2:]!r} of shape {shape}",
-                    rule=f"the kernel writes it with {space}, which is {width} wide, and the array has rows of {shape[1]}",
+                    rule=f"it is written with {space}, which is {width} wide, and the array has rows of {shape[1]}",
                     next_step="Make the two equal: an element would not belong to one thread otherwise",
                 )
 
@@ -173,7 +171,7 @@ class Variant:
         names = [name for name, _ in self.kernel.parameters]
         for name, space in self.kernel.spaces.items():
             if space.kind == "2d":
-                found.append((names.index(name), lambda _a, _v, stride=space.stride: stride))  # type: ignore[misc]
+                found.append((names.index(name), partial(_constant, space.stride)))
             elif space.kind == "width":
                 found.append((names.index(name), self._width(space.width, names)))
         return found
@@ -182,15 +180,13 @@ class Variant:
         """Return what reads the width of `index_2d(width)` from the arguments of a launch."""
         head, _, rest = text.partition(".shape[")
         if rest and f"p_{head}" in names:
-            index, axis = names.index(f"p_{head}"), int(rest.rstrip("]"))
-            return lambda _arguments, views: int(views[index].shape[axis])
+            return partial(_extent, names.index(f"p_{head}"), int(rest.rstrip("]")))
         if text.isdecimal():
-            return lambda _arguments, _views: int(text)
+            return partial(_constant, int(text))
         root, *fields = text.split(".")
         if f"p_{root}" in names:
-            index = names.index(f"p_{root}")
-            return lambda arguments, _views: int(_field(arguments[index], fields))
-        return lambda _arguments, _views: int(self._source.at(text))
+            return partial(_argument, names.index(f"p_{root}"), fields)
+        return partial(_outside, self._source, text)
 
     # -- passing --
 
@@ -335,71 +331,26 @@ class Variant:
         return {f"p_{one.name}": parts_of(one) for one in places if one.name in meeting}
 
 
-class Loaded:
-    """A variant on one device: a module with its kernel, and the configurations that were checked."""
-
-    def __init__(self, variant: Variant, at: Device) -> None:
-        kernel = variant.kernel
-        self.configs: dict[tuple[Any, Any, Any], LaunchConfig] = {}
-        self.function: int | None = None
-        self._variant = variant
-        if at._driver.name == "cuda":
-            self.module = Code(image_for(variant.cpp(), kernel.name, kernel.fma, at), at)
-            self.kernel = self.module.function(entry_name(kernel.name))
-            self.function = self.kernel._function
-        else:
-            self.module = Code(Image(ImageKind.SOURCE, b"", (), kernel.name, ()), at)
-            self.kernel = Kernel(self.module, kernel.name, None, None)
-        self.kernel.name, self.kernel._asked = kernel.name, variant.asked
-
-    def check(self, grid: Extent, block: Extent, shared: Size) -> LaunchConfig:
-        """Check a configuration against the device and against what the kernel does, and remember it."""
-        kernel, asked = self._variant.kernel, self._variant.asked
-        config = self.kernel._check(grid, block, shared)
-        _check_shape(kernel, asked, config)
-        if config.shared_bytes < kernel.dynamic_least:
-            raise LaunchError(
-                f"{asked} with {format_size(config.shared_bytes)} of dynamic shared memory",
-                rule=f"the kernel uses {kernel.dynamic_least} bytes of it",
-                next_step=f"Pass shared={kernel.dynamic_least} or more",
-            )
-        most = self.module.device.properties.shared_memory_per_block_optin
-        if kernel.static_shared + config.shared_bytes > most:
-            raise LaunchError(
-                f"{asked} with {format_size(config.shared_bytes)} of dynamic shared memory a block beside "
-                f"{format_size(kernel.static_shared)} of static",
-                rule=f"{self.module.device} has {format_size(most)}",
-            )
-        if len(self.configs) >= _KEPT:
-            self.configs.clear()
-        self.configs[grid, block, shared] = config
-        return config
+# What the width of an index is at a launch: each takes the arguments and the arrays among them.
 
 
-def _check_shape(kernel: ir.Kernel, asked: str, config: LaunchConfig) -> None:
-    """Raise where the shape of a launch would give one index to several threads."""
-    _, grid_y, grid_z = config.grid
-    _, block_y, block_z = config.block
-    flat = grid_y == grid_z == block_y == block_z == 1
-    if kernel.index_kinds & {"1d", "warp"} and not flat:
-        name = "index_1d" if "1d" in kernel.index_kinds else "warp_index"
-        raise LaunchError(
-            f"{asked} with grid {config.grid} and block {config.block}",
-            rule=f"the kernel uses {name}(), and threads with other y or z would get the same index",
-            next_step="Use a grid and a block of one dimension, or index_2d in the kernel",
-        )
-    if "2d" in kernel.index_kinds and (grid_z != 1 or block_z != 1):
-        raise LaunchError(
-            f"{asked} with grid {config.grid} and block {config.block}",
-            rule="the kernel uses index_2d, and threads with another z would get the same index",
-            next_step="Use a grid and a block of at most two dimensions",
-        )
+def _constant(width: int, _arguments: tuple[Any, ...], _views: dict[int, View]) -> int:
+    return width
 
 
-def _field(value: Any, fields: Sequence[str]) -> Any:
+def _extent(index: int, axis: int, _arguments: tuple[Any, ...], views: dict[int, View]) -> int:
+    return views[index].shape[axis]
+
+
+def _argument(index: int, fields: Sequence[str], arguments: tuple[Any, ...], _views: dict[int, View]) -> int:
+    value = arguments[index]
     for name in fields:
         value = value[name] if isinstance(value, np.void) else getattr(value, name)
-    return value
+    return int(value)
+
+
+def _outside(source: Source, path: str, _arguments: tuple[Any, ...], _views: dict[int, View]) -> int:
+    return int(source.at(path))
 
 
 def _count(shape: tuple[int, ...]) -> int:
