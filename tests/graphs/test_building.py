@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_graphs_have_addresses_of_their_own(pool: GraphPool) -> None:
     del pool
     graphs = [remap.Graph(0) for _ in range(8)]
     starts = sorted(graph.alloc(SIZE).address for graph in graphs)
-    assert all(b - a >= SIZE for a, b in zip(starts, starts[1:], strict=False))
+    assert all(b - a >= SIZE for a, b in pairwise(starts))
     for graph in graphs:
         graph.close()
 

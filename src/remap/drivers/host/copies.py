@@ -9,7 +9,7 @@ from typing import Any
 from remap.drivers.host import linux
 from remap.drivers.host.addresses import AddressMap
 from remap.drivers.host.contexts import Contexts
-from remap.drivers.host.graph_memory import GraphMemory
+from remap.drivers.host.graph_memory import GraphMemory, GraphRegions
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.memory import Memory
 from remap.drivers.host.plain import PlainMemory
@@ -41,7 +41,7 @@ class Spans:
         self._blocks = pools.blocks
         self._reachable = reachable.regions
         self._graphs = graphs.regions
-        self._others: tuple[AddressMap[Any], ...] = (
+        self._others: tuple[AddressMap[Any] | GraphRegions, ...] = (
             plain.regions,
             self._blocks,
             self._reachable,
@@ -74,7 +74,7 @@ class Spans:
                     region = block
                     if point is not None and (rule := block.refusal(point, end)):
                         return rule
-                if region is None and (part := self._graphs.at(address)) is not None:
+                if region is None and (part := self._graphs.at(address, point)) is not None:
                     region = part
                     if point is not None and (rule := part.refusal(point)):
                         return rule

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from remap.drivers.host import linux
 from remap.drivers.host.copies import Spans
-from remap.drivers.host.graph_heap import Allocation
 from remap.drivers.host.graph_memory import GraphMemory, GraphRegion
 from remap.drivers.host.graph_nodes import not_supported
 from remap.drivers.host.graph_run import Executable, Run, all_conditions, shape_of
@@ -109,7 +108,7 @@ class Executables:
                     linux.place(address, size, extent, linux.PROT_READ_WRITE)
             except OSError as error:
                 raise system_error(call, error) from error
-            run = Run(executable, later, self._conditions, point, self._lives)
+            run = Run(executable, later, self._conditions, point, self._memory.lives)
             tick = self._machine.tick + 1
             join(stream.clock, executable.clock)
             needs = [] if executable.last is None else [executable.last]
@@ -131,7 +130,7 @@ class Executables:
     def free(self, call: str, address: int, stream_handle: int | None) -> bool:
         """Free what a launch left, in the order of a stream or, after a wait, at once; False if it is not ours."""
         with self._machine.lock:
-            if self._memory.regions.starting_at(address) is None:
+            if self._memory.regions.left.starting_at(address) is None:
                 return False
             region = self._memory.live(call, address)
             if stream_handle is None:
@@ -148,7 +147,7 @@ class Executables:
     def device_of(self, address: int) -> int | None:
         """Return the device whose graph memory begins at an address, None if there is none."""
         with self._machine.lock:
-            region = self._memory.regions.starting_at(address)
+            region = self._memory.regions.left.starting_at(address)
             return None if region is None else region.device
 
     # -- the steps of a launch --
@@ -163,7 +162,7 @@ class Executables:
 
     def _renewed(self, call: str, executable: Executable) -> list[GraphRegion]:
         """Return the live allocations that a launch allocates anew, if it is allowed to free them."""
-        regions = self._memory.regions
+        regions = self._memory.regions.left
         found = [regions.starting_at(allocation.address) for allocation in executable.left]
         renewed = [region for region in found if region is not None and region.alive]
         if renewed and not executable.auto_free:
@@ -191,13 +190,6 @@ class Executables:
         for touched in executable.program.touches:
             for region in self._spans.overlapping(touched.address, touched.address + touched.size):
                 region.record(work, touched.writes)
-
-    def _lives(self, allocation: Allocation, lives: bool) -> None:
-        with self._machine.lock:
-            if lives:
-                self._memory.appear(allocation)
-            else:
-                self._memory.disappear(allocation)
 
     def _executable(self, call: str, handle: int) -> Executable:
         executable = self._executables.get(handle)

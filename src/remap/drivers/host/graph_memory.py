@@ -39,13 +39,14 @@ class _Life:
 class GraphRegion(Region):
     """One allocation of a graph. One that launches leave has a life after the other; others live within a run."""
 
-    __slots__ = ("allocation", "device", "lives")
+    __slots__ = ("allocation", "device", "lives", "point")
 
     plain = True  # as plain memory: it ends where it ends, and every device copies it
 
-    def __init__(self, allocation: Allocation, identity: int, born: int) -> None:
+    def __init__(self, allocation: Allocation, identity: int, born: int, point: Point | None = None) -> None:
         super().__init__(allocation.address, allocation.size, identity, born)
         self.allocation = allocation
+        self.point = point  # where the run stands that it lives in, if it does
         self.device = allocation.heap.device
         self.readers = self.writers = allocation.readers
         self.lives: list[_Life] = []
@@ -64,6 +65,34 @@ class GraphRegion(Region):
                 return f"the graph memory at {self.base:#x} was freed by {life.freed}"
             return ""
         return f"no launch that this work waits for has allocated {self.base:#x}" if self.lives else ""
+
+
+class GraphRegions:
+    """The allocations that live within runs, and those that launches have left, by address.
+
+    Within each of the two none lies on another. But one that a launch leaves may have the address of one that the same
+    run has used and freed before, so that only the order of the work tells which of them is meant.
+    """
+
+    def __init__(self) -> None:
+        self.running: AddressMap[GraphRegion] = AddressMap()
+        self.left: AddressMap[GraphRegion] = AddressMap()
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.left)
+
+    def at(self, address: int, point: Point | None) -> GraphRegion | None:
+        """Return the allocation that holds an address, as work at a point in the order of the streams sees it."""
+        found = self.running.at(address)
+        return found if found is not None and found.point is point else self.left.at(address)
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Tell whether any allocation shares an address with a range."""
+        return self.running.overlaps(start, end) or self.left.overlaps(start, end)
+
+    def overlapping(self, start: int, end: int) -> list[GraphRegion]:
+        """Return every allocation that shares an address with a range."""
+        return [*self.running.overlapping(start, end), *self.left.overlapping(start, end)]
 
 
 class GraphMemory:
@@ -86,7 +115,7 @@ class GraphMemory:
         self._heaps: set[Heap] = set()
         # Users of addresses that go once some work has ended; executables among them leave their memory then.
         self._leaving: list[tuple[Need | None, Heap, bool]] = []
-        self.regions: AddressMap[GraphRegion] = AddressMap()
+        self.regions = GraphRegions()
 
     # -- addresses --
 
@@ -153,26 +182,31 @@ class GraphMemory:
                 if page.block is not None:
                     page.block.held += step
 
-    def appear(self, allocation: Allocation) -> GraphRegion:
-        """Let an allocation live: within a run, or from a launch on."""
-        region = GraphRegion(allocation, next(self._machine.handles), self._machine.tick)
-        self.regions.insert(region)
-        return region
+    def lives(self, allocation: Allocation, point: Point, begins: bool) -> None:
+        """Begin or end the life of an allocation within the run at `point`. Takes the lock."""
+        running = self.regions.running
+        with self._machine.lock:
+            if begins:
+                running.insert(self._region(allocation, point))
+                return
+            region = running.starting_at(allocation.address)
+            if region is not None:
+                running.remove(region)
 
     def hold(self, allocation: Allocation, work: Work, point: Point) -> None:
         """Let an allocation live that a launch leaves allocated: nobody else gets its memory."""
-        region = self.regions.starting_at(allocation.address) or self.appear(allocation)
+        region = self.regions.left.starting_at(allocation.address)
+        if region is None:
+            region = self._region(allocation)
+            self.regions.left.insert(region)
         mark = Mark(work.stream, work.number, dict(point.clock), str(work))
         region.lives = [life for life in region.lives if life.freed is None or not life.freed.settled]
         region.lives.append(_Life(mark, point))
         self._count_holders([region], 1)
         allocation.heap.users += 1
 
-    def disappear(self, allocation: Allocation) -> None:
-        """End the life of an allocation within a run."""
-        region = self.regions.starting_at(allocation.address)
-        if region is not None:
-            self.regions.remove(region)
+    def _region(self, allocation: Allocation, point: Point | None = None) -> GraphRegion:
+        return GraphRegion(allocation, next(self._machine.handles), self._machine.tick, point)
 
     def let_go(self, region: GraphRegion, freed: Mark | None) -> None:
         """End the life of an allocation that a launch left; None stands for the host, which has waited."""
@@ -188,7 +222,7 @@ class GraphMemory:
 
     def live(self, call: str, address: int) -> GraphRegion:
         """Return the allocation that begins at an address and that a launch has left allocated."""
-        region = self.regions.starting_at(address)
+        region = self.regions.left.starting_at(address)
         if region is None or not region.lives or not region.alive:
             rule = "no launch of a graph has left an allocation there"
             raise invalid(call, f"address {address:#x}", rule)
@@ -230,8 +264,8 @@ class GraphMemory:
             return
         self._pools[heap.device].unbind(heap.pages)
         for reservation in heap.reservations:
-            for region in self.regions.overlapping(reservation.base, reservation.end):
-                self.regions.remove(region)
+            for region in self.regions.left.overlapping(reservation.base, reservation.end):
+                self.regions.left.remove(region)
             self._space.free(reservation, listed=False)
         self._heaps.discard(heap)
 
@@ -261,7 +295,7 @@ class GraphMemory:
     def address_range(self, address: int) -> AddressRange | None:
         """Return the live allocation that holds an address. Takes the lock."""
         with self._machine.lock:
-            found = self.regions.at(address)
+            found = self.regions.left.at(address)
             return (
                 None if found is None or not found.alive else AddressRange(found.base, found.end - found.base)
             )
@@ -269,7 +303,7 @@ class GraphMemory:
     def pointer_info(self, address: int) -> PointerInfo | None:
         """Return what is known of an address. Takes the lock."""
         with self._machine.lock:
-            found = self.regions.at(address)
+            found = self.regions.left.at(address)
             if found is None or not found.alive:
                 return None
             return PointerInfo(found.base, found.end - found.base, found.identity, found.device)

@@ -140,7 +140,7 @@ class Run:
         placings: list[Placing],
         conditions: dict[int, int],
         point: Point,
-        lives: Callable[[Allocation, bool], None],
+        lives: Callable[[Allocation, Point, bool], None],
     ) -> None:
         self._program = executable.program
         self._defaults = executable.conditions
@@ -164,7 +164,7 @@ class Run:
         node = step.node
         allocation = node.allocation
         if allocation is not None and allocation.freed_by >= 0:
-            self._lives(allocation, node.kind is NodeKind.ALLOCATE)
+            self._lives(allocation, self.point, node.kind is NodeKind.ALLOCATE)
         if node.action is not None:
             node.action(self)
         if step.body is not None:
