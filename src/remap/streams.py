@@ -36,10 +36,7 @@ class StreamCalls:
     _driver: Any
 
     def synchronize(self) -> None:
-        """Wait until all work queued so far has completed.
-
-        Raises `InUseError` while the stream is being captured: a wait would break the capture.
-        """
+        """Wait until all work queued so far has completed; `InUseError` under a capture, which a wait would break."""
         self._check()
         Queue(self.handle, self.device, self).check_not_capturing(f"wait for {self}")
         with self.device.current():
@@ -88,7 +85,6 @@ class StreamCalls:
 
     def fork(self) -> Stream:
         """Return a new stream of the same device whose work starts where this one is now."""
-        self._check()
         with Rollback() as rollback:
             child = Stream(self.device)
             rollback.undo(child.close)
@@ -151,11 +147,7 @@ class Stream(Resource, StreamCalls):
 
 
 class DefaultStream(StreamCalls):
-    """The default stream of a device: what `stream=None` means. Made by `remap.default_stream`; nothing to close.
-
-    It is the legacy one, which waits for the device's blocking streams and they for it, or, where
-    `CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM` says so, the calling thread's own.
-    """
+    """The default stream of a device: what `stream=None` means. Made by `remap.default_stream`; nothing to close."""
 
     __slots__ = ("_driver", "device", "handle")
 
