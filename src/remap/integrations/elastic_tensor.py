@@ -1,0 +1,181 @@
+"""`ElasticTensor`: a tensor whose first dimension grows and shrinks in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Self
+
+from remap import drivers
+from remap.buffers.elastic import ElasticBuffer
+from remap.buffers.growth import Change
+from remap.chunks.pool import ChunkPool
+from remap.chunks.sizes import ChunkLike
+from remap.errors import ClosedError, InUseError, InvalidValueError
+from remap.integrations.tensors import Bytes, Tensor, shaped, size_of, tensor_at, torch
+from remap.locations import DeviceLike
+from remap.locations import device as device_called
+from remap.sizes import Size
+from remap.streams import After, Known
+from remap.types import Host
+
+
+class ElasticTensor:
+    """A tensor of up to `capacity` rows of one shape, backed as far as it has rows, at one address for ever.
+
+    `resize(rows)` maps or unmaps memory at the end and copies nothing; `tensor` is an ordinary tensor of the rows there
+    are now, and `view(n)` one of the first n. All of them share one storage and data pointer, so kernels and captured
+    graphs go on using it as it grows. A view must not be used beyond the rows there are, nor while the tensor sleeps.
+
+    Made inside of a pool or group, it sleeps and wakes with that. `capacity` costs addresses only. `chunk`, `ahead` and
+    `pool` are those of `remap.ElasticBuffer`; with `ahead=` bytes mapped in front, growing by a row takes microseconds.
+    Contents of new rows are undefined. Raises what `remap.ElasticBuffer` raises.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *row: int,
+        dtype: Any = None,
+        device: DeviceLike | None = None,
+        rows: int = 0,
+        chunk: ChunkLike | None = None,
+        ahead: Size = 0,
+        pool: ChunkPool | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.row = tuple(row)
+        self.capacity = capacity
+        self.row_bytes = size_of(self.dtype, self.row)
+        whole = size_of(self.dtype, (capacity, *self.row))
+        if not whole:
+            raise InvalidValueError(
+                f"an ElasticTensor of shape {(capacity, *row)}",
+                rule="its rows have no bytes",
+                next_step="Name at least one",
+            )
+        driver = drivers.current()
+        at = device_called(device)
+        accessing: Sequence[Any] = [at]
+        if driver.name != "cuda":
+            if not at.capabilities["coherent"]:
+                raise InvalidValueError(
+                    "an ElasticTensor on the CPU",
+                    rule="the CPU may not look at memory of this simulated device, and CPU torch knows no other",
+                    next_step='Begin with remap.use("host", coherent=True, integrated=False)',
+                )
+            accessing = [at, Host()]
+        self.buffer = ElasticBuffer(
+            whole, device=at, accessing=accessing, chunk=chunk, ahead=ahead, pool=pool, poison=poison
+        )
+        """The memory, for what tensors cannot do: `remap.pause`, statistics, sharing."""
+        holder = Bytes(self.buffer._address, whole, self.buffer)
+        self._holder = weakref.ref(holder)
+        self._whole: Tensor = shaped(tensor_at(driver, at.index, holder), self.dtype, (capacity, *self.row))
+        self.buffer._uses.escaped = True
+        self._rows = 0
+        if rows:
+            try:
+                self.resize(rows)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self._rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of `tensor`."""
+        return (self._rows, *self.row)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The rows there are, as an ordinary tensor."""
+        return self.view(self._rows)
+
+    @property
+    def data_ptr(self) -> int:
+        """The address of the first row, the same for ever."""
+        return self.buffer._address
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it sleeps: no memory stands behind it."""
+        return self.buffer.paused
+
+    def view(self, rows: int) -> Tensor:
+        """Return the first `rows` rows, as far as there are so many; raises `InvalidValueError` and `PausedError`."""
+        if rows > self._rows or rows < 0:
+            raise InvalidValueError(
+                f"a view of {rows} rows",
+                rule=f"there are {self._rows}",
+                next_step=f"Call resize({rows}) first",
+            )
+        if self.buffer._paused:
+            self.buffer._check_backed("a view")
+        if not self.buffer._open:
+            raise ClosedError("use of a closed ElasticTensor")
+        return self._whole[:rows]
+
+    def resize(self, rows: int, *, after: After = Known.STREAMS) -> Change:
+        """Let there be `rows` rows, and say how many bytes were mapped and given back; nothing is copied.
+
+        Growing waits for nothing. Shrinking waits, as `ElasticBuffer.resize` does, and raises as it does.
+        """
+        change = self.buffer.resize(rows * self.row_bytes, after=after)
+        self._rows = rows
+        return change
+
+    def append(self, tensor: Tensor) -> Tensor:
+        """Grow by the rows of a tensor, copy them there, and return them as they are here."""
+        if tensor.shape[1:] != self.row:
+            raise InvalidValueError(
+                f"rows of shape {tuple(tensor.shape[1:])}", rule=f"this tensor's rows have shape {self.row}"
+            )
+        before = self._rows
+        self.resize(before + tensor.shape[0])
+        added = self._whole[before : self._rows]
+        added.copy_(tensor)
+        return added
+
+    def close(self, *, after: After = Known.STREAMS) -> None:
+        """Give the memory back. Closing again does nothing.
+
+        Waits for the device. Raises `InUseError`, and stays open, while a tensor taken from it lives (trap 26).
+        """
+        if self.buffer.closed:
+            return
+        self._whole = None
+        holder = self._holder()
+        if holder is not None:
+            self._whole = shaped(
+                tensor_at(self.buffer._driver, self.buffer.properties.location.index, holder),
+                self.dtype,
+                (self.capacity, *self.row),
+            )
+            raise InUseError(
+                f"closing an ElasticTensor of shape {self.shape}",
+                rule="tensors that were taken from it live, and would show memory that is gone",
+                next_step="Delete them first",
+            )
+        self.buffer.close(after=after)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return self._rows
+
+    def __repr__(self) -> str:
+        """Return shape, type and capacity."""
+        return f"<remap.torch.ElasticTensor {self.shape} of {self.dtype}, up to {self.capacity} rows>"

@@ -1,0 +1,265 @@
+"""`Memory`: all pools of this process, and the segments that their callbacks have made, on the present driver."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import Context
+from typing import Any
+
+from remap import drivers, lifetime
+from remap.drivers.protocol import Driver
+from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
+from remap.integrations.adopted import AdoptedBuffer
+from remap.integrations.functions import functions_of, options_of
+from remap.integrations.layout import Options, Record, State
+from remap.integrations.table import Table
+from remap.lifetime import Release
+from remap.locations import device, devices
+from remap.residency import group
+from remap.sizes import format_size
+from remap.types import Access, AllocationProperties, Host, Location
+
+_Allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
+_Free = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
+
+
+class PoolMemory:
+    """What one pool asks for, its callbacks, and its segments."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        tag: str,
+        properties: dict[int, AllocationProperties],
+        options: dict[int, Options],
+    ) -> None:
+        self.tag = tag
+        self.memory = memory
+        self.properties = properties
+        self.number = memory.table.add_pool(tag, options)
+        self.allocate_address, self.free_address = memory.table.entry(self.number)
+        self._allocate, self._free = _Allocate(self.allocate_address), _Free(self.free_address)
+
+    def allocate(self, size: int, at: int) -> AdoptedBuffer:
+        """Make a segment as a framework would, and return it as a buffer. For drivers that no framework calls.
+
+        Raises `OutOfMemoryError`.
+        """
+        lifetime.drain()
+        address = self._allocate(size, at, 0)
+        if not address and self.memory.reap():
+            address = self._allocate(size, at, 0)
+        if not address:
+            info = device(at).memory()
+            code = self.memory.table.counters(at).last_error or int(CudaResult.OUT_OF_MEMORY)
+            raise driver_error(
+                "cuMemCreate",
+                code,
+                asked=f"{format_size(size)} on device {at} for pool {self.tag!r}",
+                rule=f"{format_size(info.free)} of {format_size(info.total)} are free there",
+                next_step="Delete tensors there, or put another pool to sleep, first",
+            )
+        self.memory.adopt(self)
+        found = self.memory.find(address, at)
+        assert found is not None
+        return found
+
+    def free(self, segment: AdoptedBuffer) -> None:
+        """Free a segment as a framework would."""
+        if not segment.closed:
+            self._free(segment.record.address, segment.record.requested, segment.device, 0)
+            self.memory.reap()
+
+    def free_later(self, segment: AdoptedBuffer) -> None:
+        """Free a segment at the next call that opens or closes something; for finalisers (invariant 4)."""
+        if lifetime.epoch() == self.memory.epoch:
+            lifetime.queued.append(Release(0, [(self.free, (segment,))]))
+
+
+class Memory:
+    """The table of the present driver, the pools by tag, and the segments that Python knows as buffers."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver: Any = driver
+        self.epoch = lifetime.epoch()
+        self.table = _table(driver)
+        self.lock = (
+            threading.RLock()
+        )  # for the lists here; never held while waiting, or while the driver works
+        self.pools: dict[str, PoolMemory] = {}
+        self._segments: dict[tuple[int, int], AdoptedBuffer] = {}
+        self._captures = 0
+
+    def pool(
+        self, tag: str, make: Callable[[], tuple[dict[int, AllocationProperties], int, int]]
+    ) -> PoolMemory:
+        """Return the pool of a tag; `make` says what a new one asks for by device, its granule, and its chunks."""
+        with self.lock:
+            found = self.pools.get(tag)
+            if found is None:
+                properties, granule, chunks = make()
+                options = {index: options_of(one, granule, chunks) for index, one in properties.items()}
+                found = self.pools[tag] = PoolMemory(self, tag, properties, options)
+        return found
+
+    def ready(self, at: int) -> None:
+        """Let callbacks wait for a device's context before they unmap."""
+        one = device(at)
+        with one.current():
+            self.table.set_context(at, one._context)
+
+    def adopt(self, *pools: PoolMemory) -> list[AdoptedBuffer]:
+        """Return the segments of pools as buffers, oldest first; each is in the group of its pool's tag."""
+        by_number = {pool.number: pool for pool in pools}
+        found: list[AdoptedBuffer] = []
+        with self.lock:
+            for at in sorted({index for pool in pools for index in pool.properties}):
+                for record in self.table.records(at):
+                    pool = by_number.get(record.pool)
+                    if pool is not None and record.state in (State.LIVE, State.HELD):
+                        found.append(self._segment(pool, at, record))
+        found.sort(key=lambda one: one.record.serial)
+        return found
+
+    def _segment(self, pool: PoolMemory, at: int, record: Record) -> AdoptedBuffer:
+        known = self._segments.get((at, record.serial))
+        if known is None:
+            rights = {pool.properties[at].location: Access.READ_WRITE}
+            if self.driver.name == "host" and device(at).capabilities["coherent"]:
+                rights[Host()] = Access.READ_WRITE  # as `functions` grants it
+
+            def make() -> AdoptedBuffer:
+                with group(pool.tag):
+                    return AdoptedBuffer(
+                        self.driver, self.table, record, pool.properties[at], rights, pool.tag
+                    )
+
+            # In no group but its own, whatever block the thread that looks is in.
+            known = self._segments[at, record.serial] = Context().run(make)
+        return known
+
+    def known(self, pool: PoolMemory) -> list[AdoptedBuffer]:
+        """Return the segments of a pool that are buffers already; no other one can sleep."""
+        with self.lock:
+            return [one for one in self._segments.values() if one.record.pool == pool.number]
+
+    def find(self, address: int, at: int | None) -> AdoptedBuffer | None:
+        """Return the segment, known as a buffer, that an address lies in."""
+        with self.lock:
+            return next((one for one in self._segments.values() if one.covers(address, at)), None)
+
+    def segment_at(self, address: int, at: int | None, asked: str) -> AdoptedBuffer:
+        """Return the segment that an address lies in; raises `InvalidValueError` where no pool made it."""
+        found = self.find(address, at)
+        if found is None or found.closed:
+            self.reap()
+            self.adopt(*self.pools.values())
+            found = self.find(address, at)
+        if found is None:
+            raise InvalidValueError(
+                f"{asked} of a tensor at {address:#x}",
+                rule="it does not lie in memory of a pool",
+                next_step='Make it inside of `with remap.torch.pool("tag"):`',
+            )
+        return found
+
+    def reap(self) -> int:
+        """Settle what the framework has freed meanwhile; return how many segments that were. May wait for work."""
+        lifetime.drain()
+        gone: list[AdoptedBuffer] = []
+        vanished: list[AdoptedBuffer] = []
+        with self.lock:
+            known = {key[0] for key in self._segments}
+            for at in sorted(known):
+                states = {record.serial: record.state for record in self.table.records(at)}
+                for key in [key for key in self._segments if key[0] == at]:
+                    state = states.get(key[1])
+                    if state in (None, State.PENDING):  # a pending one is unmapped by `drain`
+                        vanished.append(self._segments.pop(key))
+                    elif state == State.GONE:
+                        gone.append(self._segments.pop(key))
+        for segment in vanished:
+            segment.vanish()
+        for segment in gone:
+            segment.give_back()
+        return len(gone) + len(vanished) + self._drain()
+
+    @contextmanager
+    def capturing(self) -> Generator[None]:
+        """Let callbacks wait for nothing during a capture."""
+        with self.lock:
+            self._captures += 1
+            self.table.set_captures(self._captures)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._captures -= 1
+                self.table.set_captures(self._captures)
+
+    def _drain(self) -> int:
+        """Give back what was freed during captures, once there is none any more that is known."""
+        if self._captures:
+            return 0
+        count = 0
+        for one in devices() if self.pools else ():
+            if self.table.counters(one.index).pending:
+                one.synchronize()
+                count += self.table.drain(one.index)
+        return count
+
+    def segments(self, tags: Iterable[str]) -> list[AdoptedBuffer]:
+        """Return the segments of several tags, as far as those are pools."""
+        return self.adopt(*(self.pools[tag] for tag in tags if tag in self.pools))
+
+
+def properties_for(at: int, kinds: frozenset[Any], rdma: bool) -> AllocationProperties:
+    """Return what a pool asks for on a device."""
+    place: Location = device(at).location
+    return AllocationProperties(place, kinds, rdma=rdma)
+
+
+class _Memories:
+    """The memory of this process; a forked child, or another driver, begins with a new one."""
+
+    def __init__(self) -> None:
+        self.memory: Memory | None = None
+        self.tables: dict[tuple[str, int], Table] = {}
+        self.lock = threading.Lock()
+
+
+_memories = _Memories()
+
+
+def memory() -> Memory:
+    """Return the memory of the present driver."""
+    driver = drivers.current()
+    with _memories.lock:
+        found = _memories.memory
+        if found is None or found.driver is not driver or found.epoch != lifetime.epoch():
+            found = _memories.memory = Memory(driver)
+        return found
+
+
+def _table(driver: Driver) -> Table:
+    """Return the table for a kind of driver: compiling takes seconds, so drivers of one kind share it."""
+    key = driver.name, lifetime.epoch()
+    found = _memories.tables.get(key)
+    if found is None:
+        if driver.name not in ("cuda", "host"):
+            raise RemapError(
+                f"pools on the {driver.name} driver", rule="only cuda and host have native callbacks"
+            )
+        found = _memories.tables[key] = Table(functions_of(driver))
+    return found
+
+
+def _renew() -> None:
+    _memories.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)

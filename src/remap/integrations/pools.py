@@ -1,0 +1,337 @@
+"""`Pool`: tensors by tag, in memory of remap that can sleep."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from remap import drivers, lifetime
+from remap.buffers.placement import granule
+from remap.drivers.multicast_power import MulticastProperties, SupportsMulticast
+from remap.errors import InUseError, InvalidValueError, PausedError
+from remap.integrations import routing
+from remap.integrations.adopted import AdoptedBuffer
+from remap.integrations.memory import Memory, PoolMemory, memory, properties_for
+from remap.integrations.tensors import Bytes, Tensor, shaped, size_of, tensor_at, torch
+from remap.locations import DeviceLike, device, parse_handle_types
+from remap.residency import group
+from remap.types import AllocationProperties, HandleType
+
+Release: TypeAlias = Literal["pool", "region"]
+"""When memory that holds no tensor any more goes back: with the pool's sleep or trim, or with each region."""
+
+
+class PoolOptions(NamedTuple):
+    """What a pool was made with."""
+
+    shareable: frozenset[HandleType] = frozenset()
+    rdma: bool = False
+    chunks: int = 1
+    release: Release = "pool"
+
+
+class Pool:
+    """Memory for tensors under one tag. Made by `remap.torch.pool`; it lives as long as the process.
+
+    Its tensors are ordinary ones, and may outlive every block. On the host driver torch routes nothing, as CPU torch
+    has no pools: there `empty` makes tensors in it.
+    """
+
+    def __init__(self, found: Memory, tag: str, options: PoolOptions) -> None:
+        self.tag = tag
+        self.options = options
+        self._memory = found
+        self._pool: PoolMemory = found.pool(tag, self._asked)
+        self._routes: dict[int, routing.Route] = {}
+        self._entered = 0
+        self._asleep = False
+        self._moving = ""
+
+    @property
+    def segments(self) -> tuple[AdoptedBuffer, ...]:
+        """Its memory, as buffers, oldest first. Each stays torch's: it can sleep, move and be shared, but not close."""
+        self._memory.reap()
+        return tuple(self._memory.adopt(self._pool))
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it was put to sleep: it cannot be entered then, and its tensors cannot be used."""
+        return self._asleep or any(one.paused for one in self._memory.known(self._pool))
+
+    def trim(self) -> int:
+        """Give back memory that holds no tensor; return how many bytes that were.
+
+        On CUDA this is what `torch.cuda.empty_cache` does elsewhere, which passes pools over. Memory of graphs stays.
+        """
+        self._memory.reap()
+        before = sum(one.size for one in self._memory.adopt(self._pool))
+        self._drop_caches()
+        self._memory.reap()
+        return before - sum(one.size for one in self._memory.adopt(self._pool))
+
+    def empty(
+        self, *shape: int | Sequence[int], dtype: Any = None, device: DeviceLike | None = None
+    ) -> Tensor:
+        """Return a new tensor in this pool, whatever block the caller is in; its contents are undefined.
+
+        Raises torch's `OutOfMemoryError` on CUDA, remap's on the host driver, and `PausedError` while the pool sleeps.
+        """
+        extents = _extents(shape)
+        kind = torch.get_default_dtype() if dtype is None else dtype
+        size = size_of(kind, extents)
+        if drivers.current().name == "cuda":
+            at = torch.cuda.current_device() if device is None else _index(device)
+            with self.entered([at]):
+                return torch.empty(extents, dtype=kind, device=torch.device("cuda", at))
+        at = _index(device)
+        if not size:
+            return torch.empty(extents, dtype=kind)
+        self._check_coherent(at)
+        with self._visiting([at]):
+            segment = self._pool.allocate(size, at)
+        return shaped(tensor_at(self._memory.driver, at, _Block(self._pool, segment, size)), kind, extents)
+
+    @contextmanager
+    def entered(self, devices: Sequence[int] | None) -> Generator[Pool]:
+        """Route this thread's allocations into the pool for a block; buffers made there join the group of its tag."""
+        if drivers.current().name != "cuda":
+            with self._visiting([] if devices is None else devices), group(self.tag):
+                _inside.pools.append(self)
+                try:
+                    yield self
+                finally:
+                    _inside.pools.pop()
+            return
+        chosen = routing.initialized_devices() if devices is None else list(devices)
+        with self._visiting(chosen), group(self.tag):
+            taken = {at: self._route(at).take() for at in chosen}
+            try:
+                with routing.routed(taken):
+                    _inside.pools.append(self)
+                    try:
+                        yield self
+                    finally:
+                        _inside.pools.pop()
+            finally:
+                if self.options.release == "pool":
+                    for at, one in taken.items():
+                        self._routes[at].put(one)
+                taken.clear()  # otherwise what they cache goes back here
+
+    @contextmanager
+    def graph(self, graph: Any, **options: Any) -> Generator[Pool]:
+        """Capture into a `torch.cuda.CUDAGraph` whose memory lies in this pool: `torch.cuda.graph(graph, **options)`.
+
+        Do not enter it inside of a block of the same pool. The graph stays valid over sleep and wake; it must not be
+        replayed while the pool sleeps.
+        """
+        at = torch.cuda.current_device()
+        with self._visiting([at]):
+            options.setdefault("pool", self._route(at).for_graphs().id)
+            with lifetime.capturing(), self._memory.capturing(), torch.cuda.graph(graph, **options):
+                yield self
+
+    def graph_pool(self, device: DeviceLike | None = None) -> tuple[int, int]:
+        """Return what `torch.cuda.graph(pool=…)` and vLLM's captures take, to put graphs' memory into this pool."""
+        at = torch.cuda.current_device() if device is None else _index(device)
+        with self._visiting([at]):
+            found: tuple[int, int] = self._route(at).for_graphs().id
+        return found
+
+    # -- for sleeping: `sleeping` has made sure that nobody is inside --
+
+    @contextmanager
+    def moving(self, doing: str) -> Generator[None]:
+        """Keep everyone out for a block that takes the memory away, or gives it back."""
+        with self._memory.lock:
+            if self._entered or self._moving:
+                rule = (
+                    f"{self._entered} blocks are inside" if self._entered else f"it is being {self._moving}"
+                )
+                raise InUseError(
+                    f"pool {self.tag!r} to be {doing}",
+                    rule=rule,
+                    next_step="Leave the blocks, or let that end, first",
+                )
+            self._moving = doing
+        try:
+            yield
+        finally:
+            with self._memory.lock:
+                self._moving = ""
+
+    def _drop_caches(self) -> None:
+        for route in list(self._routes.values()):
+            route.drop_caches()
+
+    @contextmanager
+    def _visiting(self, devices: Sequence[int]) -> Generator[None]:
+        with self._memory.lock:
+            if self._moving:
+                raise InUseError(f"pool {self.tag!r} to be entered", rule=f"it is being {self._moving}")
+            if self.asleep:
+                raise PausedError(
+                    f"pool {self.tag!r} to be entered",
+                    rule="it sleeps, and torch would hand out memory that is not there",
+                    next_step=f"Call remap.torch.wake({self.tag!r}) first",
+                )
+            self._entered += 1
+        try:
+            for at in devices:
+                self._memory.ready(at)
+            yield
+        finally:
+            with self._memory.lock:
+                self._entered -= 1
+
+    def _route(self, at: int) -> routing.Route:
+        with self._memory.lock:
+            found = self._routes.get(at)
+            if found is not None:
+                return found
+        routing.check_torch()
+        made = routing.Route(self._pool, at)
+        if routing.expandable_segments():
+            self._probe(made)
+        with self._memory.lock:
+            return self._routes.setdefault(at, made)
+
+    def _probe(self, route: routing.Route) -> None:
+        """Make sure that torch asks our callbacks although its expandable segments are on (trap 25)."""
+        before = self._memory.table.counters(route.device).allocated
+        mem_pool = route.take()
+        with routing.routed({route.device: mem_pool}):
+            torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", route.device))
+        route.put(mem_pool)
+        if self._memory.table.counters(route.device).allocated == before:
+            raise InvalidValueError(
+                f"pool {self.tag!r}",
+                rule=f"torch {torch.__version__} uses expandable segments in pools, too, and passes the callbacks over",
+                next_step="Leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or update torch to 2.9 or newer",
+            )
+
+    def _asked(self) -> tuple[dict[int, AllocationProperties], int, int]:
+        driver, kinds = self._memory.driver, self.options.shareable
+        count = driver.device_count()
+        properties = {at: properties_for(at, _possible(kinds, at), self.options.rdma) for at in range(count)}
+        size = granule(driver, properties[0])
+        if kinds and isinstance(driver, SupportsMulticast):
+            for at in range(count):
+                if device(at).capabilities["multicast"]:
+                    wanted = MulticastProperties(max(count, 1), size, properties[at].handle_types)
+                    size = max(size, driver.multicast_granularity(wanted).recommended)
+        return properties, size, self.options.chunks
+
+    def _check_coherent(self, at: int) -> None:
+        if not device(at).capabilities["coherent"]:
+            raise InvalidValueError(
+                f"a CPU tensor in pool {self.tag!r}",
+                rule="the CPU may not look at memory of this simulated device, and CPU torch knows no other",
+                next_step='Begin with remap.use("host", coherent=True, integrated=False)',
+            )
+
+    def __repr__(self) -> str:
+        """Return the tag and the state."""
+        return f"<remap.torch.Pool {self.tag!r}{', asleep' if self.asleep else ''}>"
+
+
+class _Block(Bytes):
+    """The bytes of a tensor that remap itself allocated in a pool, for as long as a tensor needs them."""
+
+    def __init__(self, pool: PoolMemory, segment: AdoptedBuffer, size: int) -> None:
+        super().__init__(segment.record.address, size, segment)
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.free_later(self.owner)  # type: ignore[arg-type]
+
+
+class _Inside(threading.local):
+    """The pools whose blocks the present thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+
+
+_inside = _Inside()
+
+
+def current_pool(asked: str) -> Pool:
+    """Return the pool of the innermost block that this thread is in."""
+    if not _inside.pools:
+        raise InvalidValueError(
+            asked, rule="this thread is in no pool", next_step='Use `with remap.torch.pool("tag"):` around it'
+        )
+    return _inside.pools[-1]
+
+
+@dataclass(slots=True)
+class _Pools:
+    """The pools of the present memory, by tag."""
+
+    memory: Memory | None = None
+    by_tag: dict[str, Pool] | None = None
+
+
+_pools = _Pools()
+
+
+def pools() -> dict[str, Pool]:
+    """Return the pools of this process by tag, for the present driver."""
+    found = memory()
+    if _pools.memory is not found or _pools.by_tag is None:
+        _pools.memory, _pools.by_tag = found, {}
+    return _pools.by_tag
+
+
+def pool_of(tag: str, options: PoolOptions, *, asked: bool) -> Pool:
+    """Return the pool of a tag, a new one where there is none; `asked` says whether the options were named."""
+    known = pools()
+    found = known.get(tag)
+    if found is None:
+        if drivers.current().name == "cuda":
+            routing.check_torch()
+        found = known[tag] = Pool(memory(), tag, options)
+    elif asked and found.options != options:
+        raise InvalidValueError(
+            f"pool {tag!r} with {options}",
+            rule=f"it was made with {found.options}, and memory of both kinds cannot have one tag",
+            next_step="Use another tag",
+        )
+    return found
+
+
+def options_from(
+    shareable: HandleType | str | Sequence[HandleType | str] | None, rdma: bool, chunks: int, release: Release
+) -> PoolOptions:
+    """Return checked options."""
+    if chunks < 1:
+        raise InvalidValueError(f"chunks={chunks}", rule="a segment has at least one")
+    if release not in ("pool", "region"):
+        raise InvalidValueError(f"release={release!r}", rule='it is "pool" or "region"')
+    return PoolOptions(parse_handle_types(shareable), rdma, chunks, release)
+
+
+def _possible(kinds: frozenset[HandleType], at: int) -> frozenset[HandleType]:
+    """Return the handle types without fabric where its probe fails, if another one is left."""
+    if HandleType.FABRIC in kinds and len(kinds) > 1 and not device(at).capabilities["fabric"]:
+        return kinds - {HandleType.FABRIC}
+    for kind in kinds:
+        device(at).require(str(kind))
+    return kinds
+
+
+def _extents(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        return tuple(int(one) for one in shape[0])
+    return tuple(int(one) for one in shape)  # type: ignore[arg-type]
+
+
+def _index(one: Any) -> int:
+    if isinstance(one, str) or (type(one).__module__.startswith("torch") and hasattr(one, "index")):
+        index = torch.device(one).index
+        return 0 if index is None else int(index)
+    return device(one).index

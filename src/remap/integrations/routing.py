@@ -1,0 +1,151 @@
+"""Routing: how allocations of a thread get into a pool's memory, by torch's `MemPool`, for the time of a block."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from remap.errors import NotSupportedError, driver_error
+from remap.integrations.memory import PoolMemory
+from remap.integrations.support import immortal
+from remap.integrations.tensors import torch
+
+
+class Route:
+    """The `MemPool`s of one pool on one device: one for each thread that is inside, kept for the next.
+
+    A `MemPool` belongs to the device that was current when it was made, and torch lets one thread at a time into each.
+    Dropping one is how torch is told to give back what it caches there; tensors in it live on (trap 23).
+    """
+
+    def __init__(self, pool: PoolMemory, device: int) -> None:
+        self.device = device
+        # It has no count of the tensors that need it, so it stays for ever; the callbacks do anyway.
+        self._allocator: Any = immortal(
+            torch._C._cuda_customAllocator(pool.allocate_address, pool.free_address)
+        )
+        self._idle: list[Any] = []
+        self._for_graphs: Any = None
+
+    def take(self) -> Any:
+        """Return a `MemPool` that no thread is in."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._make()
+
+    def put(self, mem_pool: Any) -> None:
+        """Keep a `MemPool` for the next thread."""
+        self._idle.append(mem_pool)
+
+    def for_graphs(self) -> Any:
+        """Return the `MemPool` that captures share; it is never dropped, since graphs know its number."""
+        if self._for_graphs is None:
+            self._for_graphs = immortal(self._make())
+        return self._for_graphs
+
+    def drop_caches(self) -> None:
+        """Let torch give back the segments that hold no tensor."""
+        self._idle.clear()
+
+    def _make(self) -> Any:
+        with torch.cuda.device(self.device):
+            return torch.cuda.MemPool(self._allocator)
+
+
+class _Thread(threading.local):
+    """What the present thread is inside of, outermost first: each the `MemPool` in use by device."""
+
+    def __init__(self) -> None:
+        self.inside: list[dict[int, Any]] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def routed(mem_pools: dict[int, Any]) -> Generator[None]:
+    """Route the allocations of this thread, on each device into its `MemPool`, for a block.
+
+    The block that this one is inside of ends for that time: torch would ask it first, in versions up to 2.8.
+    """
+    outer = _thread.inside[-1] if _thread.inside else {}
+    paused = {at: one for at, one in outer.items() if at in mem_pools}
+    _end(paused)
+    begun: dict[int, Any] = {}
+    try:
+        for at, one in mem_pools.items():
+            torch._C._cuda_beginAllocateCurrentThreadToPool(at, one.id)
+            begun[at] = one
+        _thread.inside.append({**outer, **begun})
+        try:
+            yield
+        finally:
+            _thread.inside.pop()
+    finally:
+        _end(begun)
+        for at, one in paused.items():
+            torch._C._cuda_beginAllocateCurrentThreadToPool(at, one.id)
+
+
+@contextmanager
+def outside() -> Generator[None]:
+    """Route the allocations of this thread into memory of torch's own for a block, which ends with it."""
+    inside = _thread.inside[-1] if _thread.inside else {}
+    plain: dict[int, Any] = {}
+    for at in inside:
+        with torch.cuda.device(at):
+            plain[at] = torch.cuda.MemPool()
+    with routed(plain):
+        yield
+    plain.clear()  # what is cached there goes back
+
+
+def _end(mem_pools: dict[int, Any]) -> None:
+    for at, one in mem_pools.items():
+        torch._C._cuda_endAllocateToPool(at, one.id)
+        torch._C._cuda_releasePool(at, one.id)
+
+
+def check_torch() -> None:
+    """Raise `NotSupportedError` where torch cannot route allocations, before anything is allocated (trap 25)."""
+    why = step = ""
+    if not torch.cuda.is_available():
+        why, step = "this torch has no CUDA", "Install a CUDA build of torch, or use the host driver"
+    elif torch.version.hip:
+        why, step = (
+            "this torch is built for ROCm, and remap speaks to the CUDA driver",
+            "Use torch_memory_saver there",
+        )
+    elif not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
+        why, step = (
+            f"torch {torch.__version__} cannot route one thread's allocations",
+            "Update torch to 2.8 or newer",
+        )
+    elif torch.cuda.get_allocator_backend() != "native":
+        why = f"torch's allocator is {torch.cuda.get_allocator_backend()}, and only the native one has pools"
+        step = "Leave backend: out of PYTORCH_CUDA_ALLOC_CONF"
+    elif os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        why, step = "PYTORCH_NO_CUDA_MEMORY_CACHING is set, and torch then passes pools over", "Unset it"
+    if why:
+        error = driver_error("torch.cuda.MemPool", 801, asked="a pool of torch", rule=why, next_step=step)
+        assert isinstance(error, NotSupportedError)
+        raise error
+
+
+def expandable_segments() -> bool:
+    """Tell whether torch's allocator was told to use expandable segments."""
+    told = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    settings: Any = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    return bool(settings.get("expandable_segments", "expandable_segments:True" in told.replace(" ", "")))
+
+
+def initialized_devices() -> list[int]:
+    """Return the devices that this process has a context on, the current one in any case."""
+    torch.cuda.init()
+    current = torch.cuda.current_device()
+    has: Any = torch._C._cuda_hasPrimaryContext
+    return [at for at in range(torch.cuda.device_count()) if at == current or has(at)]

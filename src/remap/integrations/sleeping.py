@@ -1,0 +1,310 @@
+"""Sleeping and waking of pools by tag, each call one transaction, and what can be done with memory that sleeps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias, cast
+
+from remap import drivers
+from remap.buffers.base import Buffer
+from remap.errors import InUseError, InvalidValueError, ShareError
+from remap.integrations.adopted import AdoptedBuffer
+from remap.integrations.memory import memory
+from remap.integrations.pools import Pool, pools
+from remap.integrations.tensors import Tensor, device_of, span_of, torch
+from remap.lifetime import undo
+from remap.residency import Moved, Waking, groups, pause, resume
+from remap.residency import backup as backup_of
+from remap.residency.results import Progress
+from remap.residency.stores import Keep, asleep
+from remap.sharing.exchange import Exchange
+from remap.streams import After, Known
+
+Tags: TypeAlias = str | Iterable[str] | Mapping[str, Keep]
+"""Which pools and groups are meant: a tag, several, or a mapping of them to what is kept of each."""
+
+
+def sleep(
+    tags: Tags,
+    keep: Keep = "host",
+    *,
+    after: After = Known.STREAMS,
+    progress: Progress | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    detach: bool = False,
+) -> Moved:
+    """Put pools to sleep: `remap.torch.sleep({"weights": "host", "kv": None})`, all of them or none.
+
+    First torch gives back what it caches in the pools, so that it cannot hand out memory that is not there; then
+    `remap.pause` copies and unmaps the rest, with every other buffer of a group with that tag (ElasticTensors, say).
+    `keep` and the other options are its own. Tensors, pointers and captured graphs stay valid for the time after
+    `wake`, and must not be used before. What is deleted meanwhile goes at the next call of this module.
+
+    Waits for all work of the devices. Raises `InUseError` while a thread is inside of a pool, the current stream is
+    being captured, or memory is shared with other processes (`detach=True` lets them keep it), and what `remap.pause`
+    raises. After a failure everything is awake, but for what `remap.pause` says.
+    """
+    plan = _plan(tags, keep)
+    check_not_capturing("sleep")
+    found = memory()
+    with _moving(plan, "put to sleep") as chosen:
+        found.reap()
+        for pool in chosen:
+            pool._drop_caches()
+        found.reap()
+        found.segments(plan)
+        moved = pause(plan, after=after, progress=progress, directory=directory, detach=detach)
+        for pool in chosen:
+            pool._asleep = True
+    return moved
+
+
+def wake(
+    tags: str | Iterable[str] | None = None,
+    *,
+    wait: float = 0.0,
+    order: Sequence[Any] | None = None,
+    events: bool = False,
+    exchange: Exchange | None = None,
+    keep_host: bool = False,
+    progress: Progress | None = None,
+    poison: bool = False,
+) -> Moved | Arriving:
+    """Wake pools, all that sleep by default, with the contents that were kept; all of them or none.
+
+    The options are those of `remap.resume`; `order` names tensors or modules that are needed first. With `events=True`
+    it returns an `Arriving` as soon as all is mapped: let streams wait there for what they use. With `exchange`, all
+    its ranks call this together, and wake together or not at all: a rank that was not short of memory sleeps again.
+
+    Raises what `remap.resume` raises; everything sleeps on then, and can be woken later.
+    """
+    if exchange is not None and events:
+        raise InvalidValueError(
+            "wake with exchange= and events=True", rule="ranks can only agree on what has been done"
+        )
+    found = memory()
+    plan = _plan(sorted(_asleep()) if tags is None else tags, None)
+    check_not_capturing("wake")
+    with _moving(plan, "woken") as chosen:
+        found.reap()
+        known = groups()
+        buffers = [buffer for tag in plan if tag in known for buffer in known[tag].buffers if buffer.paused]
+        kept: dict[Buffer, Keep] = {buffer: cast("Keep", asleep(buffer).keep) for buffer in buffers}
+        first = _segments_of(order or ())
+        options: dict[str, Any] = {
+            "wait": wait, "order": first, "keep_host": keep_host or exchange is not None,
+            "progress": progress, "poison": poison,
+        }  # fmt: skip
+        woken: Moved | Arriving
+        if exchange is not None:
+            woken = _together(exchange, buffers, kept, options)
+        elif events:
+            options.pop("progress")
+            woken = Arriving(resume(buffers, events=True, **options))
+        else:
+            woken = resume(buffers, events=False, **options)
+        for pool in chosen:
+            pool._asleep = False
+        found.reap()
+    return woken
+
+
+def _together(
+    exchange: Exchange, buffers: list[Buffer], kept: dict[Buffer, Keep], options: dict[str, Any]
+) -> Moved:
+    """Wake on all ranks, or on none."""
+    moved: Moved | None = None
+    failure: BaseException | None = None
+    try:
+        moved = resume(buffers, events=False, **options)
+    except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
+        failure = error
+    try:
+        told = exchange.allgather(b"" if failure is None else (str(failure) or "it failed").encode()[:4096])
+    except BaseException as error:
+        if moved is not None:
+            undo(error, pause, kept)
+        raise
+    if failure is not None:
+        raise failure
+    failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
+    if failed:
+        refusal = ShareError(
+            "a wake on all ranks",
+            rule="; ".join(f"rank {rank} could not: {text}" for rank, text in failed.items()),
+            next_step="All ranks sleep again, with what they had; free memory there, and wake them together again",
+        )
+        undo(refusal, pause, kept)
+        raise refusal
+    assert moved is not None
+    return moved
+
+
+class Arriving:
+    """Pools that are mapped, and whose contents are being copied in. Made by `wake(events=True)`.
+
+    torch knows nothing of those copies: let a stream wait with `wait_for` before it uses tensors, or wait for all with
+    `wait`. Leaving the `with` block waits, too.
+    """
+
+    def __init__(self, waking: Waking) -> None:
+        self.waking = waking
+
+    def wait_for(self, *what: Any, stream: Any = None) -> None:
+        """Let later work of a torch stream, the current one by default, wait for tensors, or modules' tensors.
+
+        The host does not wait, but on the host driver, where CPU tensors are at hand at once: there it does.
+        """
+        spans = [span_of(tensor) for tensor in _tensors(what)]
+        for event in self.waking.events:
+            chunk = event.chunk
+            if not any(
+                start < chunk.address + chunk.size and chunk.address < start + size for start, size in spans
+            ):
+                continue
+            if drivers.current().name != "cuda":
+                event.synchronize()
+                continue
+            target = torch.cuda.current_stream(event.device.index) if stream is None else stream
+            with event.device.current():
+                event._driver.wait_event(target.cuda_stream, event.handle)
+
+    def wait(self) -> Moved:
+        """Wait until everything has arrived, and return what was done."""
+        return self.waking.wait()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the rest."""
+        self.waking.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """What a pool is at one moment. `state` is "awake" or "asleep"; sizes are in bytes.
+
+    `size` counts its segments, asleep or not, and other buffers of its group; `resident` what is backed by memory now;
+    `kept` says where contents are kept, with the bytes of each; `shared` segments refuse to sleep.
+    """
+
+    tag: str
+    state: str
+    segments: int
+    size: int
+    resident: int
+    kept: Mapping[str, int]
+    shared: int
+    devices: tuple[int, ...]
+
+
+def status() -> dict[str, PoolStatus]:
+    """Return what each pool, and each group with open buffers, is at this moment."""
+    found = memory()
+    found.reap()
+    found.segments(pools())
+    known = groups()
+    told: dict[str, PoolStatus] = {}
+    for tag in sorted({*pools(), *known}):
+        buffers = known[tag].buffers if tag in known else ()
+        kept: dict[str, int] = {}
+        for buffer in buffers:
+            if buffer.paused:
+                where = asleep(buffer).keep or "nowhere"
+                kept[where] = kept.get(where, 0) + sum(chunk.size for chunk in buffer._chunks)
+        slept = pools()[tag].asleep if tag in pools() else bool(kept)
+        told[tag] = PoolStatus(
+            tag=tag,
+            state="asleep" if slept else "awake",
+            segments=len(buffers),
+            size=sum(buffer.size for buffer in buffers),
+            resident=sum(sum(buffer.footprint().values()) for buffer in buffers),
+            kept=kept,
+            shared=sum(buffer._shared for buffer in buffers),
+            devices=tuple(sorted({place.index for buffer in buffers for place in buffer.resident if place.is_device})),
+        )  # fmt: skip
+    return told
+
+
+def backup(tensor: Tensor) -> Tensor:
+    """Return the backup of a sleeping tensor as a CPU tensor of its shape and strides; what is written there wakes.
+
+    While it or a view of it lives, its memory refuses to wake. Raises `InvalidValueError` for a tensor that is awake,
+    lies in no pool, or whose contents were given up.
+    """
+    start, size = span_of(tensor)
+    segment = memory().segment_at(start, device_of(tensor), "the backup")
+    raw = torch.from_numpy(backup_of(segment))[start - segment.record.address :][:size]
+    if not size:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def buffer_of(tensor: Tensor) -> AdoptedBuffer:
+    """Return the segment that a tensor lies in, as a buffer: to migrate it, register it, or be told of changes.
+
+    Other tensors may lie in it, too. It is torch's: it cannot be closed.
+    """
+    start, _ = span_of(tensor)
+    return memory().segment_at(start, device_of(tensor), "the buffer")
+
+
+def check_not_capturing(asked: str) -> None:
+    """Raise `InUseError` while the current stream is being captured: a wait would break the capture (trap 13)."""
+    if drivers.current().name == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InUseError(
+            asked,
+            rule="the current stream is being captured, and a wait would break the capture",
+            next_step="End the capture first",
+        )
+
+
+@contextmanager
+def _moving(plan: Mapping[str, Keep], doing: str) -> Generator[list[Pool]]:
+    known = pools()
+    chosen = [known[tag] for tag in plan if tag in known]
+    with ExitStack() as stack:
+        for pool in chosen:
+            stack.enter_context(pool.moving(doing))
+        yield chosen
+
+
+def _plan(tags: Tags, keep: Keep) -> dict[str, Keep]:
+    if isinstance(tags, Mapping):
+        return dict(cast("Mapping[str, Keep]", tags))
+    return dict.fromkeys([tags] if isinstance(tags, str) else tags, keep)
+
+
+def _asleep() -> set[str]:
+    slept = {tag for tag, pool in pools().items() if pool.asleep}
+    return slept | {tag for tag, one in groups().items() if any(buffer.paused for buffer in one.buffers)}
+
+
+def _segments_of(what: Iterable[Any]) -> list[Buffer]:
+    """Return the buffers that tensors, modules and buffers lie in, each once, in order."""
+    found: dict[Buffer, None] = {}
+    for one in what:
+        if isinstance(one, Buffer):
+            found[one] = None
+            continue
+        for tensor in _tensors((one,)):
+            start, size = span_of(tensor)
+            if size:
+                found[memory().segment_at(start, device_of(tensor), "the order")] = None
+    return list(found)
+
+
+def _tensors(what: Iterable[Any]) -> Iterator[Tensor]:
+    for one in what:
+        if isinstance(one, torch.nn.Module):
+            yield from one.parameters()
+            yield from one.buffers()
+        elif hasattr(one, "untyped_storage"):
+            yield one
+        else:
+            raise TypeError(f"tensors and modules are in pools, not {type(one)}")

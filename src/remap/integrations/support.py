@@ -1,0 +1,24 @@
+"""What several integrations need: packages that may be missing, and objects that must never go."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from remap.errors import RemapError
+
+
+def immortal(thing: Any) -> Any:
+    """Keep an object until the process ends, interpreter shutdown included, and return it (trap 22)."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return thing
+
+
+class MissingPackageError(RemapError, ImportError):
+    """A package that an integration needs cannot be imported."""
+
+
+def missing(package: str, what: str, why: object) -> MissingPackageError:
+    """Return the error for a package that an integration needs and that cannot be imported."""
+    rule = f"it needs {package}, which cannot be imported ({why})"
+    return MissingPackageError(what, rule=rule, next_step="pip install 'remap[torch]'")

@@ -1,0 +1,75 @@
+"""Tensors over memory of remap: the one place where torch is imported, and where an address becomes a tensor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from remap import dlpack
+from remap.errors import InvalidValueError
+from remap.foreign import check_extent
+from remap.integrations.support import missing
+
+try:
+    torch: Any = importlib.import_module("torch")
+except ImportError as _error:
+    raise missing("torch", "remap.torch", _error) from _error
+
+Tensor: TypeAlias = Any
+"""A `torch.Tensor`; torch is optional, so its types are not known here."""
+
+
+class Bytes:
+    """Bytes at an address, for NumPy to make an array of; holds whoever keeps the memory. Nothing looks at them."""
+
+    def __init__(self, address: int, size: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+        }
+
+
+def tensor_at(driver: Any, device: int, holder: Bytes) -> Tensor:
+    """Return a tensor of bytes over memory that need not be mapped yet; it keeps `holder` alive.
+
+    Not by the array interface, which asks the driver about the address: DLPack says what it is.
+    """
+    array = np.asarray(holder)
+    if driver.name != "cuda":
+        return torch.from_numpy(array)
+    return torch.from_dlpack(dlpack.export(array, (dlpack.CUDA, device), None))
+
+
+def shaped(raw: Tensor, dtype: Any, shape: Sequence[int]) -> Tensor:
+    """Return bytes as elements of a type in a contiguous shape."""
+    return raw.view(dtype).view(tuple(shape))
+
+
+def size_of(dtype: Any, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor; raises `InvalidValueError` for a negative extent, and `SizeOverflowError`."""
+    if any(extent < 0 for extent in shape):
+        raise InvalidValueError(f"shape {tuple(shape)}", rule="an extent is 0 or more")
+    return check_extent(tuple(shape), dtype.itemsize)
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte in memory, and how many bytes it spans from there.
+
+    Strides are positive or 0 in torch, so the first element is the lowest.
+    """
+    if not tensor.numel():
+        return tensor.untyped_storage().data_ptr(), 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return start, (last + 1) * tensor.element_size()
+
+
+def device_of(tensor: Tensor) -> int | None:
+    """Return the number of a tensor's CUDA device, None for the CPU, where the host driver's devices are."""
+    return tensor.device.index if tensor.device.type == "cuda" else None

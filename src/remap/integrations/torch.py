@@ -1,0 +1,200 @@
+"""`remap.torch`: tensors in memory that sleeps, wakes, grows in place and is shared, under pointers that stay.
+
+    with remap.torch.pool("weights"):            # torch's allocations of this thread, by tag
+        model = Model().cuda()
+    remap.torch.sleep({"weights": "host"})       # memory given back, contents kept; addresses stay
+    remap.torch.wake("weights", wait=30)
+
+No compiler and no LD_PRELOAD: torch asks two natively compiled callbacks (`native`) for its segments, through
+`torch.cuda.MemPool`. What torch does not route there: allocations of threads that did not enter the pool, autograd's
+own among them (enter it in a hook, or switch its threads off with `torch.autograd.set_multithreading_enabled`), memory
+of libraries that allocate by themselves (cuBLAS workspaces come through torch, NCCL buffers do not), and devices that
+had no context yet (name them in `devices=`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from remap.errors import InvalidValueError
+from remap.exports import Export
+from remap.integrations.elastic_tensor import ElasticTensor
+from remap.integrations.memory import memory
+from remap.integrations.pools import (
+    Pool,
+    PoolOptions,
+    Release,
+    current_pool,
+    options_from,
+    pool_of,
+    pools,
+)
+from remap.integrations.routing import outside
+from remap.integrations.sleeping import (
+    Arriving,
+    PoolStatus,
+    backup,
+    buffer_of,
+    sleep,
+    status,
+    wake,
+)
+from remap.integrations.tensors import Bytes, Tensor, device_of, size_of, span_of, tensor_at
+from remap.integrations.tensors import torch as _torch
+from remap.locations import DeviceLike, LocationLike
+from remap.sharing.export import export as _export
+from remap.sharing.exported import Exported
+from remap.sharing.importing import open as _open
+from remap.sizes import Size, parse_size
+from remap.spans import Span
+from remap.types import Access, HandleType
+
+__all__ = [
+    "Arriving",
+    "ElasticTensor",
+    "ExportedTensor",
+    "Pool",
+    "PoolStatus",
+    "backup",
+    "buffer_of",
+    "empty",
+    "empty_like",
+    "export",
+    "graph",
+    "open",
+    "outside",
+    "pool",
+    "pools",
+    "set_margin",
+    "sleep",
+    "status",
+    "tensor",
+    "wake",
+]
+
+
+def pool(
+    tag: str,
+    *,
+    devices: Sequence[int] | None = None,
+    shareable: HandleType | str | Sequence[HandleType | str] | None = None,
+    rdma: bool = False,
+    chunks: int = 1,
+    release: Release = "pool",
+) -> AbstractContextManager[Pool]:
+    """Route this thread's allocations into the pool of a tag, for a block: `with remap.torch.pool("weights"):`.
+
+    Blocks nest, and threads may be in pools at the same time, the same one included. `devices` are those to route on,
+    by default all on which this process has a context. Tensors outlive the block. Memory that holds no tensor any more
+    stays for the next block, until the pool sleeps or is trimmed; with `release="region"` it goes back with the block.
+
+    `shareable` and `rdma` make memory that other processes, NCCL, UCX and NIXL can register; fabric is left out of
+    several kinds where its probe fails. A segment is `chunks` physical allocations: with 1, whoever looks its address
+    up sees all of it. The options belong to the tag from its first use on; with none named, the pool is taken as it is.
+
+    Raises `PausedError` while the pool sleeps, `InvalidValueError` for other options than it was made with, and
+    `NotSupportedError` where torch has no pools, before anything is allocated. Running out of memory inside is torch's
+    `OutOfMemoryError`; inside of a block torch does not give back what it caches outside, so call
+    `torch.cuda.empty_cache()` before it where memory is short.
+    """
+    options = options_from(shareable, rdma, chunks, release)
+    return pool_of(tag, options, asked=options != PoolOptions()).entered(devices)
+
+
+def graph(graph: Any, tag: str, **options: Any) -> AbstractContextManager[Pool]:
+    """Capture a `torch.cuda.CUDAGraph` with its memory in the pool of a tag: `torch.cuda.graph` with its options."""
+    return pool_of(tag, PoolOptions(), asked=False).graph(graph, **options)
+
+
+def empty(*shape: int | Sequence[int], dtype: Any = None, device: DeviceLike | None = None) -> Tensor:
+    """Return a new tensor in the pool that this thread is in: `Pool.empty`. Works with CPU torch, too."""
+    return current_pool("empty").empty(*shape, dtype=dtype, device=device)
+
+
+def empty_like(other: Tensor) -> Tensor:
+    """Return a new contiguous tensor like another one, in the pool that this thread is in."""
+    return current_pool("empty_like").empty(tuple(other.shape), dtype=other.dtype, device=device_of(other))
+
+
+def tensor(
+    buffer: Span, dtype: Any = None, shape: int | Sequence[int] | None = None, *, offset: int = 0
+) -> Tensor:
+    """Return memory of a buffer as a tensor, without a copy; `shape` defaults to as many elements as fit.
+
+    It keeps the buffer alive, and the buffer refuses to close while it lives. A CPU tensor keeps it from sleeping, too,
+    as the CPU would crash where a GPU array merely has to wait. Raises `ExportError` where torch cannot look there.
+    """
+    kind = _torch.get_default_dtype() if dtype is None else dtype
+    if shape is None:
+        shape = (max(buffer.size - offset, 0) // kind.itemsize,)
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    size = size_of(kind, extents)
+    if not size:
+        return _torch.empty(extents, dtype=kind)
+    if offset % kind.itemsize:
+        raise InvalidValueError(
+            f"a tensor of {kind} at offset {offset}", rule=f"it is no multiple of {kind.itemsize}"
+        )
+    raw = _torch.from_dlpack(buffer.array("uint8", size, offset=offset))
+    return raw.view(kind).view(extents)
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A tensor on its way to other processes: its memory, and how to read it. Travels through `multiprocessing`."""
+
+    memory: Exported
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def close(self) -> None:
+        """End it, as `Exported.close` does."""
+        self.memory.close()
+
+
+def export(tensor: Tensor, *, access: Access | str = Access.READ_WRITE, **options: Any) -> ExportedTensor:
+    """Export a tensor of a shareable pool for other processes to `remap.torch.open`: type, shape and strides go along.
+
+    From then on its segment refuses to sleep, since others would go on using the old memory; `sleep(detach=True)` lets
+    them. Other options are those of `remap.export`.
+    """
+    start, size = span_of(tensor)
+    segment = memory().segment_at(start, device_of(tensor), "export")
+    exported = _export(segment, offset=start - segment.record.address, size=size, access=access, **options)
+    name = str(tensor.dtype).removeprefix("torch.")
+    return ExportedTensor(exported, name, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def open(
+    exported: ExportedTensor,
+    *,
+    access: Access | str = Access.READ,
+    accessing: LocationLike | Sequence[LocationLike] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return a tensor of another process, in its own memory; it keeps that memory for as long as it lives.
+
+    Reading is the default right; with "r", do not write: torch has no read-only tensors, and the device would fault.
+    """
+    buffer = _open(exported.memory, access=access, accessing=accessing, **options)
+    buffer._warns = False  # the tensor is its owner
+    kind = getattr(_torch, exported.dtype)
+    raw = _from_any_rights(buffer)
+    return raw.view(kind).as_strided(exported.shape, exported.strides)
+
+
+def _from_any_rights(buffer: Any) -> Tensor:
+    """Return a buffer's bytes as a tensor whatever the right: torch refuses what is read-only."""
+    held = Export(buffer, 0, buffer.size, "a tensor", cpu=buffer._driver.name != "cuda")
+    holder = Bytes(buffer._address, buffer.size, held)
+    return tensor_at(buffer._driver, buffer.accessing[0].index if buffer.accessing else 0, holder)
+
+
+def set_margin(size: Size) -> None:
+    """Let allocations of pools fail that would leave less than `size` bytes of the device free; 0 ends that."""
+    found = memory()
+    found.table.set_margin(parse_size(size, "margin"))
