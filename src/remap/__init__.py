@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from remap.handles import Reservation as Reservation
     from remap.handles import create as create
     from remap.handles import reserve as reserve
+    from remap.integrations import torch as torch
     from remap.kernels import DisjointSlice as DisjointSlice
     from remap.kernels import Image as Image
     from remap.kernels import Kernel as Kernel
@@ -254,6 +255,9 @@ _NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in n
 _NAMES["driver"] = ("drivers", "current")
 _NAMES["collect"] = ("lifetime", "collect")
 
+# Modules that go by a short name. They are not in `__all__`, as what they need may not be installed.
+_MODULES = {"torch": "integrations.torch"}
+
 __all__ = list(_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
@@ -263,6 +267,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("remap")
+    if name in _MODULES:
+        return importlib.import_module(f"remap.{_MODULES[name]}")
     try:
         module, there = _NAMES[name]
     except KeyError:
@@ -274,4 +280,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return every public name."""
-    return [*__all__, "__version__"]
+    return [*__all__, *_MODULES, "__version__"]
