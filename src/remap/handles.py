@@ -30,7 +30,7 @@ from remap.lifetime import Description, Release, Resource, Rollback, drain, queu
 from remap.locations import AccessLike, LocationLike, device, location, parse_access, parse_handle_types
 from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
 from remap.spans import Chunk, Span
-from remap.types import AllocationProperties, Grants, HandleType, Location
+from remap.types import AllocationProperties, Facts, Grants, HandleType, Held, Location
 
 
 class PhysicalAllocation(Resource):
@@ -58,6 +58,9 @@ class PhysicalAllocation(Resource):
 
     def _detach(self) -> Release:
         return Release(1, [(self._driver.release, (self._handle,))])
+
+    def _facts(self) -> Facts:
+        return Facts(held=(Held(None, self.size, self.location, self.serial),))
 
     def describe(self) -> Description:
         """Return what this allocation is."""
@@ -136,6 +139,9 @@ class Reservation(Resource):
     def _detach(self) -> Release:
         return Release(1, [(self._driver.free_range, (self.address, self.size))])
 
+    def _facts(self) -> Facts:
+        return Facts(reserved=(self.address, self.size))
+
     def describe(self) -> Description:
         """Return what this reservation is."""
         return Description(self.kind, self.serial, self.size, self.address, f"{len(self._table)} mappings")
@@ -156,6 +162,7 @@ class Mapping(Span):
         self.reservation = reservation
         self.offset = offset
         self.location = allocation.location
+        self._memory = allocation.serial  # the same for every alias
         self._address = reservation.address + offset
         self._size = allocation.size
         self._rights = {place: right for place, right in grants if right.readable}
@@ -169,6 +176,10 @@ class Mapping(Span):
 
     def _ranges(self) -> list[tuple[int, int]]:
         return [(self._address, self._size)]
+
+    def _held(self) -> tuple[Held, ...]:
+        rights = tuple(self._rights.items())
+        return (Held(self._address, self._size, self.location, self._memory, rights),)
 
     def _detach(self) -> Release:
         table = self.reservation._table

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import logging
 import os
 import warnings
 import weakref
@@ -33,10 +34,14 @@ from remap.errors import (
     RemapWarning,
     context_lost,
 )
+from remap.sites import sites
 from remap.sizes import format_size
+from remap.types import Facts
 
 Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """One driver call of a release: a bound method and its arguments."""
+
+_log = logging.getLogger("remap.objects")
 
 
 class Release:
@@ -93,7 +98,7 @@ class Resource:
     `_detach()`, which returns the `Release` of what it owns, and may refuse to close in `_check_closable()`.
     """
 
-    __slots__ = ("__weakref__", "_driver", "_epoch", "_open", "_warns", "serial")
+    __slots__ = ("__weakref__", "_driver", "_epoch", "_open", "_site", "_warns", "serial")
 
     kind: ClassVar[str] = "resource"
 
@@ -107,10 +112,16 @@ class Resource:
     def _opened(self) -> None:
         self._open = True
         _live[self.serial] = weakref.ref(self)
+        if sites.depth:
+            self._site = sites.here()
         hooks = _hooks.get()
         if hooks:
             for hook in hooks:
                 hook(self)
+        if watchers:
+            tell("made", self, "")
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("made %s", self.describe())
 
     def _detach(self) -> Release:
         """Return what gives this object back; called once, when it has been marked closed."""
@@ -122,6 +133,15 @@ class Resource:
     def describe(self) -> Description:
         """Return a frozen record of this object, for messages, snapshots and leak reports."""
         return Description(self.kind, self.serial, 0, None, "")
+
+    def _facts(self) -> Facts:
+        """Return what this object holds, asking no driver and letting no address escape."""
+        return Facts()
+
+    @property
+    def site(self) -> tuple[str, ...]:
+        """Where it was made, innermost frame first; empty unless sites were recorded then (`remap.record_sites`)."""
+        return getattr(self, "_site", ())
 
     @property
     def closed(self) -> bool:
@@ -167,6 +187,10 @@ class Resource:
             return self._detach()
 
     def _finish_close(self, release: Release) -> None:
+        if watchers:
+            tell("begin", self, "close")
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("closing %s", self.describe())
         try:
             release.run()
         except BaseException:
@@ -174,6 +198,9 @@ class Resource:
                 self._open = True
                 _live[self.serial] = weakref.ref(self)
             raise
+        finally:
+            if watchers:
+                tell("end", self, "close")
 
     def __enter__(self) -> Self:
         """Return the object itself."""
@@ -194,8 +221,9 @@ class Resource:
         if not self._warns:
             return
         description = self.describe()
+        made = f" (made at {self.site[0]})" if self.site else ""
         warnings.warn(
-            f"{description} was never closed; remap.collect() or the next remap call gives it back. "
+            f"{description}{made} was never closed; remap.collect() or the next remap call gives it back. "
             f"Close it, or use it in a with statement",
             ResourceWarning,
             stacklevel=2,
@@ -278,6 +306,17 @@ _live: dict[int, weakref.ref[Resource]] = {}
 queued: deque[Release] = deque()
 """What finalisers have left to do; a call that opens or closes something runs `drain()` if it is not empty."""
 _hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())
+watchers: list[Callable[[str, Resource, str], None]] = []
+"""Those who watch the objects of all threads: each is called with "made", or "begin" and "end" of an operation by name.
+
+Operations look whether it is empty, so that nobody pays who is not watched. A trace is a watcher.
+"""
+
+
+def tell(what: str, thing: Resource, doing: str) -> None:
+    """Tell every watcher that an object was made, or that an operation on it begins or ends."""
+    for watcher in tuple(watchers):
+        watcher(what, thing, doing)
 
 
 def drain() -> int:

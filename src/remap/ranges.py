@@ -6,16 +6,19 @@ exclude them and each other: the second one raises `InUseError` (invariant 13).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from remap.errors import AccessError, InUseError, InvalidValueError
-from remap.lifetime import Resource, Rollback, undo
+from remap.lifetime import Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
 from remap.streams import After, Known, Queue, Uses, wait_after
-from remap.types import Access, Location
+from remap.types import Access, Facts, Held, Location
+
+_log = logging.getLogger("remap.operations")
 
 
 class Chunk(NamedTuple):
@@ -88,6 +91,13 @@ class Range(Resource):
     def chunks(self) -> tuple[Chunk, ...]:
         """Every (address, size, location) behind this range, in order. Reading it lets the addresses escape."""
         raise NotImplementedError
+
+    def _facts(self) -> Facts:
+        return Facts(held=self._held())
+
+    def _held(self) -> tuple[Held, ...]:
+        """Return the bytes behind this range, which asks no driver and lets no address escape."""
+        return ()
 
     # -- who may touch it --
 
@@ -215,9 +225,14 @@ class Range(Resource):
             self._check()
             self._check_free(doing, self._views)
             self._taken = doing
+        if watchers:
+            tell("begin", self, doing)
+        _log.debug("%s %d is being %s", self.kind, self.serial, doing)
         try:
             yield
         finally:
+            if watchers:
+                tell("end", self, doing)
             with self._driver.lock:
                 self._taken = ""
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from remap.errors import AccessError, InvalidValueError
+from remap.lifetime import tell, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
 from remap.sizes import format_size
@@ -161,6 +162,8 @@ class Span(Range):
             queue = as_stream(stream, device(place.index))
         left = queue if stream is not None else None
         self._begin_use(asked, place, needed, part)
+        if watchers:
+            tell("begin", self, asked)
         done = False
         try:
             if source is not None:
@@ -185,6 +188,8 @@ class Span(Range):
                 if source is not None:
                     source._end_use(left if done else None)
         finally:
+            if watchers:
+                tell("end", self, asked)
             self._end_use(left if done else None, keep)
 
     def _actor(self, asked: str, needed: Access, stream: StreamLike | None, source: Span | None) -> Location:

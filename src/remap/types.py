@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from remap.errors import InvalidValueError
 
@@ -260,3 +260,35 @@ class Touched:
     address: int
     size: int
     writes: bool = field(default=True)
+
+
+class Held(NamedTuple):
+    """Physical bytes that an object holds, or has mapped; `address` is None for bytes at no address.
+
+    `memory` is equal for the same bytes held twice (aliases), and None where nobody else can hold them. `rights` are
+    those of this mapping. `source` says who counts the bytes: "own", "pool" and "graph" (a device's pool for stream
+    order, and for graphs), or "foreign" (another process).
+    """
+
+    address: int | None
+    size: int
+    location: Location
+    memory: object = None
+    rights: tuple[tuple[Location, Access], ...] = ()
+    source: str = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a live object holds, for pictures and reports: addresses, bytes, and what became of them.
+
+    `reserved` is the (address, size) of the addresses that it keeps, `kept` the bytes that its backup takes on the
+    host while it is paused.
+    """
+
+    reserved: tuple[int, int] | None = None
+    held: tuple[Held, ...] = ()
+    paused: str = ""
+    shared: bool = False
+    kept: int = 0
+    groups: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from remap.lifetime import Description, Release, Rollback, Step, drain, queued, 
 from remap.locations import LocationLike
 from remap.sizes import Size, parse_size, round_up
 from remap.spans import Chunk, Span
-from remap.types import Access, AllocationProperties, HandleType, Location
+from remap.types import Access, AllocationProperties, Facts, HandleType, Held, Location
 
 
 class Buffer(Span):
@@ -36,6 +36,8 @@ class Buffer(Span):
     _backup: Any = None
     # Whether other processes hold memory of this buffer; the wing for sharing says so.
     _shared: bool = False
+    # The tags that it was made under; residency says so.
+    _groups: tuple[str, ...] = ()
     _listeners: tuple[Callable[[Buffer], None], ...] = ()
 
     def __init__(self, driver: Any, placement: Placement, stripe: int, alignment: int = 0) -> None:
@@ -147,9 +149,25 @@ class Buffer(Span):
         for listener in self._listeners:
             listener(self)
 
+    def _facts(self) -> Facts:
+        return Facts(
+            (self._address, self._reserved) if self._reserved else None,
+            () if self._paused else self._held(),
+            self._paused,
+            self._shared,
+            getattr(self._backup, "host_bytes", 0),
+            self._groups,
+        )
+
+    def _held(self) -> tuple[Held, ...]:
+        rights = tuple(self._rights.items())
+        return tuple(Held(*chunk, None, rights) for chunk in tuple(self._chunks))
+
     def _begin_close(self) -> Release | None:
         release = super()._begin_close()
-        if release is not None and self._backup is not None:  # one that is collected unclosed drops it by itself
+        if (
+            release is not None and self._backup is not None
+        ):  # one that is collected unclosed drops it by itself
             release.steps.append((self._backup.drop, ()))
         return release
 

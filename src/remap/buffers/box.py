@@ -30,6 +30,7 @@ class PoolMemory(FixedMemory):
     """
 
     kind: ClassVar[str] = "pool memory"
+    _counted: ClassVar[str] = "pool"
 
     def __init__(self, at: Device, size: int, home: Queue) -> None:
         super().__init__(at._driver)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from remap.buffers.base import Buffer
 from remap.buffers.shares import Share
 from remap.errors import InUseError
+from remap.lifetime import tell, watchers
 from remap.locations import device
 from remap.streams import After, Known, wait_after
 
@@ -36,9 +37,13 @@ class ChangingBuffer(Buffer):
                 )
             self._check_backed("a change")
             self._changing = doing
+        if watchers:
+            tell("begin", self, doing)
         try:
             yield
         finally:
+            if watchers:
+                tell("end", self, doing)
             with self._driver.lock:
                 self._changing = ""
 

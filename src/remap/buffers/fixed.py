@@ -8,7 +8,7 @@ from remap.errors import AccessError
 from remap.lifetime import Description
 from remap.locations import AccessLike, LocationLike, location
 from remap.spans import Chunk, Span
-from remap.types import Access, Location
+from remap.types import Access, Held, Location
 
 
 class FixedMemory(Span):
@@ -17,6 +17,7 @@ class FixedMemory(Span):
     kind: ClassVar[str] = "memory"
 
     _place: Location
+    _counted: ClassVar[str] = "own"  # who counts the bytes: `types.Held.source`
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -38,6 +39,12 @@ class FixedMemory(Span):
 
     def _ranges(self) -> list[tuple[int, int]]:
         return [(self._address, self._size)] if self._size else []
+
+    def _held(self) -> tuple[Held, ...]:
+        rights = tuple(self._rights.items())
+        return (
+            (Held(self._address, self._size, self._place, None, rights, self._counted),) if self._size else ()
+        )
 
     def describe(self) -> Description:
         """Return what this memory is."""

@@ -16,7 +16,7 @@ from remap.buffers.base import Buffer
 from remap.buffers.changes import ChangingBuffer
 from remap.buffers.extents import Extents
 from remap.buffers.placement import Placement
-from remap.buffers.shares import Left, leave
+from remap.buffers.shares import Left, leave, read_only
 from remap.chunks.pool import ChunkPool, pools_of
 from remap.chunks.sizes import ChunkSizes
 from remap.chunks.supply import Supply
@@ -26,7 +26,7 @@ from remap.lifetime import Release, Rollback, Step, undo
 from remap.sizes import format_size, round_up
 from remap.spans import Chunk
 from remap.streams import After
-from remap.types import Grants, Location
+from remap.types import Grants, Held, Location
 
 
 class Change(NamedTuple):
@@ -104,6 +104,15 @@ class GrowingBuffer(ChangingBuffer):
             self.capacity = self._reserved = capacity
             if ahead:
                 self._ahead = Ahead(self._supply, self._address, ahead, sizes, self._places, self._granted)
+
+    def _held(self) -> tuple[Held, ...]:
+        shares, granted = self._shares, tuple(self._granted)
+        lowered = tuple(read_only(granted))
+        found: list[Held] = []
+        for one in super()._held():
+            share = shares.get(one.address or 0)
+            found.append(one._replace(memory=share, rights=granted if share is None else lowered))
+        return tuple(found)
 
     def _grant(self, grants: Grants) -> None:
         """Give chunks these rights from now on."""

@@ -15,7 +15,7 @@ from remap.locations import AccessLike, LocationLike, parse_access
 from remap.sizes import Size, format_size, parse_size, round_up
 from remap.spans import Chunk, host_array
 from remap.streams import StreamLike
-from remap.types import Access, Grants, HandleType, Location
+from remap.types import Access, Grants, HandleType, Held, Location
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -207,6 +207,14 @@ class RingBuffer(Buffer):
 
     def _part_writable(self, offset: int, size: int) -> bool:
         return offset + size <= self._size or all(right.writable for right in self._second.values())
+
+    def _held(self) -> tuple[Held, ...]:
+        second = tuple(self._second.items())
+        return tuple(
+            one._replace(address=chunk.address + view, memory=self.serial, rights=rights)
+            for view, rights in ((0, tuple(self._rights.items())), (self._size, second))
+            for one, chunk in zip(super()._held(), self._chunks, strict=True)
+        )
 
     def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
         driver, ring = self._driver, self._size

@@ -17,7 +17,7 @@ from remap.handles import reclaimers
 from remap.lifetime import Description, Release, Resource, drain, queued
 from remap.locations import LocationLike, device, location
 from remap.sizes import Size, format_size, parse_size
-from remap.types import AllocationProperties, Location
+from remap.types import AllocationProperties, Facts, Held, Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,11 @@ class ChunkPool(Resource):
         if _defaults.get(self.location) is self:
             del _defaults[self.location]
         return Release(1, [(self._trim, (0,))])
+
+    def _facts(self) -> Facts:
+        with self._lock:
+            kept = [(size, place.location) for (place, size), all_of in self._kept.items() for _ in all_of]
+        return Facts(held=tuple(Held(None, size, place) for size, place in kept))
 
     def describe(self) -> Description:
         """Return what this pool is."""

@@ -6,6 +6,7 @@ by `use()` or by `REMAP_DRIVER`, else CUDA where it works and the host driver el
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def open(name: str | None = None, **options: Any) -> Driver:
             raise
         except RemapError as error:
             attempts.append((candidate, str(error)))
+            _log.info("driver %s does not open: %s", candidate, error)
     raise DriverNotFoundError(tuple(attempts), next_step='Run "remap doctor" for the cures')
 
 
@@ -62,6 +64,10 @@ class _Choice:
 
 _choice = _Choice()
 _listeners: list[Callable[[Driver], None]] = []
+on_enter: list[Callable[[Driver], None]] = []
+"""Called with each driver that becomes the current one; a trace listens to its calls from then on."""
+
+_log = logging.getLogger("remap.drivers")
 
 
 def current() -> Driver:
@@ -155,6 +161,9 @@ def _check_idle(asked: str) -> None:
 def _set(driver: Driver) -> None:
     _choice.driver = driver
     _choice.epoch = lifetime.epoch()
+    _log.info("using the %s driver", driver.name)
+    for listener in tuple(on_enter):
+        listener(driver)
 
 
 def _renew_lock() -> None:

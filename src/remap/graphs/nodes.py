@@ -15,7 +15,7 @@ from remap.locations import Device
 from remap.sizes import format_size
 from remap.spans import Chunk, Span
 from remap.streams import StreamLike, as_stream
-from remap.types import Access
+from remap.types import Access, Held
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -152,6 +152,10 @@ class GraphMemory(Span):
     def chunks(self) -> tuple[Chunk, ...]:
         """The one (address, size, location) of this memory. Reading it lets the address escape."""
         return (Chunk(self.address, self._size, self.device.location),)
+
+    def _held(self) -> tuple[Held, ...]:
+        rights = tuple(self._rights.items())
+        return (Held(self._address, self._size, self.device.location, None, rights, "graph"),)
 
     def free(self, stream: StreamLike | None = None) -> None:
         """Free it once a stream has come to this point; the host does not wait. Source: cuMemFreeAsync."""

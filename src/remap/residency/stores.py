@@ -51,6 +51,11 @@ class Asleep:
         """Where the contents are, for messages."""
         return {"host": "kept on the host", "disk": "kept on disk", None: "contents given up"}[self.keep]
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that the backup takes; 0 for a file, and for contents given up."""
+        return self.extent.size if self.extent is not None else 0
+
     def drop(self, keep_host: bool = False) -> None:
         """Give the backup back. Dropping it again does nothing."""
         extent, self.extent = self.extent, None

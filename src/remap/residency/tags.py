@@ -64,6 +64,7 @@ class Group:
         if isinstance(thing, Buffer):
             self._members = [member for member in self._members if member() is not None]
             self._members.append(weakref.ref(thing))
+            thing._groups = (*thing._groups, self.tag)
 
     def __repr__(self) -> str:
         """Return the tag and how many buffers there are."""

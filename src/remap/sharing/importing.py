@@ -29,7 +29,7 @@ from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
 from remap.sizes import format_size
 from remap.spans import Chunk
-from remap.types import Access, AllocationProperties, Location, LocationKind
+from remap.types import Access, AllocationProperties, Held, Location, LocationKind
 
 
 class ImportedBuffer(Buffer):
@@ -76,6 +76,9 @@ class ImportedBuffer(Buffer):
     def identity(self) -> bytes:
         """What tells this memory from all other: the same in every process that has it."""
         return self._identity
+
+    def _held(self) -> tuple[Held, ...]:
+        return tuple(one._replace(source="foreign") for one in super()._held())
 
     def _map(
         self,

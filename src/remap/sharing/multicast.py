@@ -24,7 +24,7 @@ from remap.lifetime import Description, Release, Resource, Rollback, drain, queu
 from remap.locations import AccessLike, Device, DeviceLike, device, devices, parse_access, parse_handle_types
 from remap.sizes import Size, check_aligned, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
-from remap.types import Access, Grants, HandleType
+from remap.types import Access, Facts, Grants, HandleType
 
 
 class MulticastObject(Resource):
@@ -256,6 +256,9 @@ class MulticastView(Span):
             (driver.free_range, (self._address, self._size)),
         ]
         return Release(0, steps, self._wait_on_close())
+
+    def _facts(self) -> Facts:
+        return Facts(reserved=(self._address, self._size))
 
     def describe(self) -> Description:
         """Return what this view is."""

@@ -22,7 +22,7 @@ from remap.sharing.settling import Plan, Wish, settle
 from remap.sizes import Size
 from remap.spans import Chunk, Span
 from remap.streams import After, Known
-from remap.types import Access, HandleType, Location
+from remap.types import Access, Facts, HandleType, Held, Location
 
 
 class SymmetricBuffer(Span):
@@ -158,6 +158,16 @@ class SymmetricBuffer(Span):
             (driver.free_range, (self._address, self._size)),
         ]
         return Release(0, steps, self._wait_on_close())
+
+    def _facts(self) -> Facts:
+        return Facts(reserved=(self._address, self._size), held=self._held())
+
+    def _held(self) -> tuple[Held, ...]:
+        rights, own = tuple(self._rights.items()), self.exchange.rank
+        return tuple(
+            Held(*chunk, None, rights, "own" if rank == own else "foreign")
+            for rank, chunk in enumerate(self._chunks)
+        )
 
     def describe(self) -> Description:
         """Return what this buffer is."""
