@@ -102,7 +102,7 @@ class Teams:
         with self._using(call, handle) as team, self._reading(call, team):
             state = team.state
             if member in state.members:
-                raise invalid(call, asked, "it was added before")
+                raise invalid(call, asked, "it was added before, and a team has each device once", _ONE_EACH)
             if state.complete:
                 rule = f"the team was made for {state.properties.devices} devices, and all have been added"
                 raise invalid(call, asked, rule)
@@ -321,3 +321,6 @@ def _too_early(call: str, asked: str, state: State) -> DriverError:
     rule = f"{len(state.members)} of the {devices} devices of its team have been added (CUDA would block)"
     step = "Add every device first, and let the processes agree that they have"
     return driver_error(call, CudaResult.ILLEGAL_STATE, asked=asked, rule=rule, next_step=step)
+
+
+_ONE_EACH = "Let every process add a device of its own"
