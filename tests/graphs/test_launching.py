@@ -206,6 +206,8 @@ def test_closing_waits_for_runs(pool: GraphPool, stream: remap.Stream, kernels: 
 
 def test_a_graph_bigger_than_memory(pool: GraphPool, stream: remap.Stream) -> None:
     """Too much memory is refused when it is known, at the latest by the launch, and nothing is left behind."""
+    if remap.driver().name == "cuda":
+        pytest.skip("it would fill the GPU; the host driver shows it")
     share = remap.device(0).memory().total // 3 // (2 * MiB) * 2 * MiB
     with remap.Graph(0) as graph, pytest.raises(OutOfMemoryError):
         allocations = [graph.alloc(share) for _ in range(4)]
