@@ -247,6 +247,19 @@ def test_a_chunk_stays_while_a_byte_is_committed(stage: Stage) -> None:
         assert not buffer.extents
 
 
+def test_what_was_given_back_in_front_is_backed_again(stage: Stage) -> None:
+    """After a part in front went, growing to a size that was there before backs it anew (trap 5)."""
+    del stage
+    with remap.ElasticBuffer(64 * MiB, device=0, chunk=GRANULE) as buffer:
+        buffer.resize(8 * MiB)
+        buffer.decommit(0, 5 * MiB)
+        assert buffer.decommit(0, 64 * MiB) == Change(freed=4 * MiB)
+        assert buffer.resize(6 * MiB) == Change(mapped=6 * MiB)
+        assert buffer.resize(7 * MiB) == Change(mapped=2 * MiB)
+        buffer.fill(1)
+        assert (buffer.to_host() == 1).all()
+
+
 def test_sparse_use(stage: Stage) -> None:
     """Far parts of a large capacity are backed by themselves; what lies between is refused, with advice (B3)."""
     del stage

@@ -153,7 +153,6 @@ class Ahead:
                 self._map(chunk)
             except RemapError:
                 # Whoever asks for this memory will meet the same error, and be told: the thread has nobody to tell.
-                self._held = True
                 return False
             self._ready.append(chunk)
             self._bytes += size
