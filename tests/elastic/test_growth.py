@@ -361,7 +361,7 @@ def test_a_capacity_that_no_address_space_has(stage: Stage) -> None:
     """A capacity beyond the address space says that addresses ran out, and what to do (trap 38)."""
     del stage
     with pytest.raises(remap.OutOfAddressSpaceError, match="smaller capacity="):
-        remap.ElasticBuffer("1048576TiB", device=0)
+        remap.ElasticBuffer("128TiB", device=0)
 
 
 def test_no_memory_to_grow(stage: Stage) -> None:
