@@ -1,4 +1,4 @@
-"""A faulty kernel loses the context: for every call, of every driver, for the rest of the process."""
+"""A faulty kernel loses the context: for every call that acts in one, of every driver, until the process ends."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ assert error_of(driver.synchronize_context).code == 700
 
 
 def test_every_call_reports_it() -> None:
-    """After the wait that reports the fault, every call of every driver returns it; the first call is the wait."""
+    """After the wait that reports the fault, every call that acts in a context returns it, on every driver."""
     out = run_child(
         PRELUDE
         + """
@@ -104,9 +104,17 @@ arguments = dict(
     event_done=(1,), elapsed=(1, 1), launch=(print, None, 0, Values(), None),
     export_handle=(handle, HandleType.POSIX_FD), import_handle=(1, HandleType.POSIX_FD),
 )
+# Calls that need no context go on working, as on CUDA, so that memory can be given back.
+without_context = {
+    "device_count", "device_properties", "can_access_peer", "capabilities", "retain_context", "release_context",
+    "current_context", "push_context", "pop_context", "granularity", "create", "release", "retain", "properties_of",
+    "reserve", "free_range", "map", "unmap", "set_access", "get_access", "export_handle", "import_handle",
+}
 for each in (driver, fresh):
     for name in dir(type(each)):
-        if name.startswith("_") or name in {"name", "lock", "version", "shutdown", "after_fork"}:
+        if name.startswith("_") or name in {"name", "lock", "version", "shutdown", "after_fork"} | without_context:
+            continue
+        if "multicast" in name:
             continue
         call = getattr(each, name)
         required = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
@@ -118,7 +126,7 @@ fresh.shutdown()
 print(calls)
 """
     )
-    assert int(out) > 80
+    assert int(out) > 60
 
 
 def test_an_exception_in_a_kernel() -> None:
@@ -129,7 +137,7 @@ def test_an_exception_in_a_kernel() -> None:
 def divide(launch):
     return 1 / 0
 launch(divide)
-for call in (driver.synchronize_context, driver.device_count):
+for call in (driver.synchronize_context, driver.memory_info):
     error = error_of(call)
     assert isinstance(error, ContextLostError) and error.code == 719, error
     assert isinstance(error.__cause__, ZeroDivisionError)
