@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap.drivers.graph_powers import NodeKind
-from remap.errors import InUseError, NotSupportedError
+from remap.errors import InUseError, NotSupportedError, RemapError
 from remap.graphs import footprint
 from remap.graphs.nodes import Allocation, GraphMemory, Node, _in_context, raise_failure
 from remap.kernels.module import Module
 from remap.lifetime import Description, Release, Resource, Step
-from remap.ranges import begin_uses, end_uses
 from remap.spans import Span
-from remap.streams import Queue, StreamLike, Uses, as_stream
+from remap.streams import Queue, Stream, StreamLike, Uses, as_stream
+from remap.types import Access, Location
 
 if TYPE_CHECKING:
     from remap.graphs.graph import Graph
+
+_NONE = Access.NONE
 
 
 class Executable(Resource):
@@ -32,7 +34,7 @@ class Executable(Resource):
         super().__init__(graph._driver)
         self.device = graph.device
         self.auto_free = auto_free
-        self._default = as_stream(None, self.device)
+        self._latest = self._default = as_stream(None, self.device)
         self._failures = graph._failures
         self._uses = Uses()
         with self.device.current():
@@ -40,7 +42,8 @@ class Executable(Resource):
                 self._handle: int = self._driver.graph_instantiate(graph._handle, auto_free)
             except NotSupportedError as error:
                 raise error.explain(f"an executable of {graph.describe()}") from None
-        self._launch = self._driver.graph_launch
+        self._call = self._driver.graph_launch
+        self._asked = f"launch of {self.kind} {self.serial} on {self.device}"
         self._take(graph)
         self._opened()
 
@@ -57,7 +60,6 @@ class Executable(Resource):
         frees = [node for node in self._nodes if node.kind is NodeKind.FREE]
         self._foreign = tuple(others)
         self._ends = tuple(one for one in others if any(one in node._keeps for node in frees))
-        self._plain = not (self._spans or self._modules or self._left or self._foreign)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -73,72 +75,106 @@ class Executable(Resource):
         run; nothing is launched then. Source: cuGraphLaunch.
         """
         self._check()
-        queue = self._default if stream is None else as_stream(stream, self.device)
+        queue = self._latest
+        if queue.owner is not stream or not isinstance(stream, Stream) or not stream._open:
+            queue = self._latest = self._default if stream is None else as_stream(stream, self.device)
         if self._failures:
-            raise_failure(self._failures, f"launch of {self.describe()}")
-        driver, context = self._driver, self.device._context
-        if self._plain and context and driver.current_context() == context:
-            self._launch(self._handle, queue.handle)
+            raise_failure(self._failures, self._asked)
+        if self._left or self._foreign:
+            self._launch_with_memory(queue)
         else:
-            self._launch_with(queue)
-        if queue.transient:
-            self._uses.add(queue)
-        else:
-            self._uses._streams[queue.device.index, queue.handle] = queue
+            self._launch(queue, self._spans)
         if footprint.watching:
             footprint.sample(self.device, "launch")
 
-    def _launch_with(self, queue: Queue) -> None:
-        asked = f"launch of {self.describe()}"
+    def _launch(self, queue: Queue, spans: Sequence[Span]) -> None:
+        """Launch while buffers and modules are kept from being taken away, then note the stream.
+
+        Written out, as `Kernel._launch` is: a launch of the driver's own takes a few microseconds.
+        """
+        device, driver = self.device, self._driver
+        self._begin(spans, device.location)
+        queued = None
+        try:
+            for span in spans:
+                if span._arriving is not None:
+                    with device.current():
+                        span._arriving.join(queue)
+            context = device._context
+            if context and driver.current_context() == context:
+                self._call(self._handle, queue.handle)
+            else:
+                with device.current():
+                    self._call(self._handle, queue.handle)
+            queued = queue
+        finally:
+            self._end(spans, queued)
+
+    def _begin(self, spans: Sequence[Span], place: Location) -> None:
+        """Begin the use of every buffer and module, or of none."""
+        begun = 0
+        with self._driver.lock:
+            for module in self._modules:
+                module._check()
+            try:
+                for span in spans:
+                    span._check_backed(self._asked)
+                    right = span._rights.get(place, _NONE)
+                    if right is not _NONE and span._open and not span._taken and span._epoch == self._epoch:
+                        span._busy += 1
+                    else:
+                        span._begin_use(self._asked, place, Access.READ)  # says what is wrong
+                    begun += 1
+            except RemapError:
+                for span in spans[:begun]:
+                    span._busy -= 1
+                raise
+            for module in self._modules:
+                module._busy += 1
+
+    def _end(self, spans: Sequence[Span], queue: Queue | None) -> None:
+        """End these uses; `queue` is where the run was left, None if nothing was launched."""
+        modules = self._modules
+        try:
+            if queue is not None:
+                every = [self._uses, *[module._uses for module in modules]]
+                for span in spans:
+                    uses = span._known_uses
+                    every.append(span._uses if uses is None else uses)
+                if queue.transient:
+                    for uses in every:
+                        uses.add(queue)
+                else:
+                    key = (queue.device.index, queue.handle)
+                    for uses in every:
+                        uses._streams[key] = queue
+        finally:
+            with self._driver.lock:
+                for module in modules:
+                    module._busy -= 1
+                for span in spans:
+                    span._busy -= 1
+
+    def _launch_with_memory(self, queue: Queue) -> None:
+        """Launch a graph that leaves memory allocated, or uses or frees what other graphs have left."""
         left = [one._memory for one in self._left if one._memory is not None and not one._memory.closed]
         if left and not self.auto_free:
             raise InUseError(
-                asked,
+                self._asked,
                 rule=f"{left[0].describe()} lives on from an earlier launch",
                 next_step="Close it, free it in a stream, or instantiate with auto_free=True",
             )
         foreign = [one.memory for one in self._foreign]
-        spans: list[Span] = [*self._spans, *foreign]
+        ended = [*left, *(one.memory for one in self._ends)]
         with self._driver.lock:
-            for memory in left:
+            for memory in ended:
                 memory._check_closable()
-        queued = None
-        begin_uses(spans, self.device.location, asked)
-        try:
-            self._begin_modules()
-            try:
-                with self.device.current():
-                    for span in spans:
-                        if span._arriving is not None:
-                            span._arriving.join(queue)
-                    self._launch(self._handle, queue.handle)
-                queued = queue
-            finally:
-                self._end_modules(queued)
-        finally:
-            end_uses(spans, queued)
-        for memory in [*left, *(one.memory for one in self._ends)]:
+        self._launch(queue, [*self._spans, *foreign])
+        for memory in ended:
             memory._end()
         for one in self._left:
             one._memory = GraphMemory(one)
             one._memory._uses.add(queue)
-
-    def _begin_modules(self) -> None:
-        with self._driver.lock:
-            for module in self._modules:
-                module._check()
-            for module in self._modules:
-                module._busy += 1
-
-    def _end_modules(self, queue: Queue | None) -> None:
-        try:
-            if queue is not None:
-                for module in self._modules:
-                    module._uses.add(queue)
-        finally:
-            with self._driver.lock:
-                for module in self._modules:
-                    module._busy -= 1
 
     def upload(self, stream: StreamLike | None = None) -> None:
         """Prepare the next launch in the order of a stream, so that it takes less time. Source: cuGraphUpload."""

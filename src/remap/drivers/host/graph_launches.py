@@ -129,15 +129,15 @@ class Executables:
 
     def free(self, call: str, address: int, stream_handle: int | None) -> bool:
         """Free what a launch left, in the order of a stream or, after a wait, at once; False if it is not ours."""
+        stream = None if stream_handle is None else self._streams.find(call, stream_handle)
         with self._machine.lock:
             if self._memory.regions.left.starting_at(address) is None:
                 return False
             region = self._memory.live(call, address)
-            if stream_handle is None:
+            if stream is None:
                 self._memory.check_ordered(region, {})
                 self._memory.let_go(region, None)
                 return True
-            stream = self._streams.find(call, stream_handle)
             clock = self._streams.point(stream).clock
             self._memory.check_ordered(region, clock)
             work = self._streams.submit(stream, "a free", None)
