@@ -43,7 +43,7 @@ def test_refused_before_any_call() -> None:
     assert caught.value.rule == capability.reason
     driver = remap.driver()
     assert isinstance(driver, SupportsMulticast)
-    with pytest.raises(NotSupportedError, match="multicast"):
+    with pytest.raises(NotSupportedError, match="cuMulticastAddDevice"):
         driver.add_multicast_device(0, 0)
     with pytest.raises(remap.ShareError, match="there is no multicast"):
         remap.SymmetricBuffer(remap.SingleExchange(), MiB, multicast=True)

@@ -16,6 +16,11 @@ from remap.sizes import MiB
 from remap.testing.children import run_in_child
 from remap.types import Access, AllocationProperties, HandleType, LaunchConfig, Location, LocationKind
 
+pytestmark = pytest.mark.skipif(
+    os.environ["REMAP_DRIVER"] != "host",
+    reason="these are the host driver's own objects, and multicast is off here",
+)
+
 UNIT = 4 * MiB
 FD = frozenset({HandleType.POSIX_FD})
 ONE = LaunchConfig((1, 1, 1), (1, 1, 1))
