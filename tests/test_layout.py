@@ -29,7 +29,7 @@ LAYERS = (
     ("spans", "ranges"),
     ("arrays", "exports", "foreign", "dlpack", "streams", "locations"),
     ("drivers",),
-    ("lifetime", "sites", "types", "sizes", "errors"),
+    ("lifetime", "cards", "sites", "types", "sizes", "errors"),
 )
 """The rooms from top to bottom. A room may import those of lower layers, never its neighbours on the same layer."""
 
@@ -40,7 +40,8 @@ NEIGHBOURS = {
     "exports": {"streams", "locations"},
     "foreign": {"dlpack", "streams", "locations"},
     "streams": {"locations"},
-    "lifetime": {"sites", "types", "sizes", "errors"},
+    "lifetime": {"cards", "sites", "types", "sizes", "errors"},
+    "cards": {"types", "sizes"},
     "types": {"sizes", "errors"},
     "sizes": {"errors"},
 }

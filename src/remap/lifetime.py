@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
+from remap.cards import card
 from remap.errors import (
     ClosedError,
     ContextLostError,
@@ -234,6 +235,10 @@ class Resource:
         """Return what it is, how large and where."""
         state = "" if self._open else " closed"
         return f"<remap.{type(self).__name__}{state} {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        """Return it for a notebook: what it is, and a bar of the bytes behind it."""
+        return card(f"{type(self).__name__}: {self.describe()}", self._facts() if self._open else Facts())
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,11 +209,11 @@ class RingBuffer(Buffer):
         return offset + size <= self._size or all(right.writable for right in self._second.values())
 
     def _held(self) -> tuple[Held, ...]:
-        second = tuple(self._second.items())
+        views = ((0, tuple(self._rights.items())), (self._size, tuple(self._second.items())))
         return tuple(
-            one._replace(address=chunk.address + view, memory=self.serial, rights=rights)
-            for view, rights in ((0, tuple(self._rights.items())), (self._size, second))
-            for one, chunk in zip(super()._held(), self._chunks, strict=True)
+            Held(at + view, size, place, self.serial, rights)
+            for view, rights in views
+            for at, size, place in tuple(self._chunks)
         )
 
     def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:

@@ -1,0 +1,94 @@
+"""Leaks: what is still alive, how big it is, where it was made, and what to do about it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from remap import lifetime
+from remap.lifetime import Resource
+from remap.observe.snapshot import Item, _item
+from remap.sites import sites
+from remap.sizes import format_size
+from remap.types import Location
+
+
+@dataclass(frozen=True, slots=True)
+class Leaks:
+    """The objects that live, oldest first: true if there are any. Printing it says what each is, and the cure."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def footprint(self) -> dict[Location, int]:
+        """The physical bytes that they hold by location, aliases counted once; pools are not counted."""
+        seen: dict[int, tuple[Location, int]] = {}
+        for item in self.items:
+            for piece in item.pieces:
+                if piece.source != "foreign":
+                    seen[piece.memory] = (piece.location, piece.size)
+        total: dict[Location, int] = {}
+        for place, size in seen.values():
+            total[place] = total.get(place, 0) + size
+        return total
+
+    def __bool__(self) -> bool:
+        """Tell whether anything is alive."""
+        return bool(self.items)
+
+    def __len__(self) -> int:
+        """Return how many objects are alive."""
+        return len(self.items)
+
+    def __str__(self) -> str:
+        """Return one line for each object, the sum, and the cure."""
+        if not self.items:
+            return "nothing is alive"
+        lines = [f"{item}, made {_made(item)}" for item in self.items]
+        held = (
+            " + ".join(f"{format_size(size)} on {place}" for place, size in self.footprint.items())
+            or "no memory"
+        )
+        count = len(self.items)
+        lines.append(f"{count} object{'s' * (count != 1)} alive, holding {held}")
+        if any(item.site for item in self.items):
+            lines.append("Close them, or use them in a with statement")
+        else:
+            lines.append("REMAP_TRACEBACK=1 or remap.record_sites() tells where they are made")
+        return "\n".join(lines)
+
+
+def leaks(since: Iterable[int] | Leaks | None = None) -> Leaks:
+    """Return what is alive. Runs Python's garbage collector and gives back what was collected unclosed.
+
+    `since` is an earlier result, whose objects are left out.
+    """
+    lifetime.collect()
+    known = {item.serial for item in since.items} if isinstance(since, Leaks) else set(since or ())
+    numbers: dict[object, int] = {}
+    return Leaks(tuple(_item(thing, numbers) for thing in lifetime.live() if thing.serial not in known))
+
+
+@contextmanager
+def no_leaks() -> Generator[None]:
+    """Warn with a `ResourceWarning` if objects that were made in the block are alive after it. For tests."""
+    before = [thing.serial for thing in lifetime.live(Resource)]
+    yield
+    found = leaks(before)
+    if found:
+        warnings.warn(f"alive after the block: {found}", ResourceWarning, stacklevel=3)
+
+
+def record_sites(frames: int = 8) -> None:
+    """Record from now on where each object is made: up to `frames` frames of the program; 0 ends it.
+
+    `REMAP_TRACEBACK=8` asks for the same from the beginning. It costs nothing when off, and a few microseconds
+    an object when on. Leaks, snapshots and the warnings about unclosed objects then say where.
+    """
+    sites.depth = max(frames, 0)
+
+
+def _made(item: Item) -> str:
+    return "at " + "\n    called from ".join(item.site) if item.site else "somewhere"
