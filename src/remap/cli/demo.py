@@ -261,3 +261,20 @@ def graph_memory(
         plot=plot,
     )
     return 0 if run(request) else 1
+
+
+@demo.command("kernels")
+@click.option(
+    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+)
+@click.option("--device", type=int, help="The number of the device; by default the fastest.")
+@click.option("--rows", type=click.IntRange(1, 1 << 15), default=500, show_default=True, help="Of the matrix.")
+@click.option("--cols", type=click.IntRange(1, 1 << 15), default=700, show_default=True, help="Of the matrix.")
+def kernels(driver: str | None, device: int | None, rows: int, cols: int) -> int:
+    """Run kernels that are written in Python, and check them against NumPy, bit for bit.
+
+    Exits with 0 for PASS, 1 for FAIL or an error, 2 if CUDA was asked for and is not here, and 64 for misuse.
+    """
+    from remap.cli.kernels import run
+
+    return 0 if run(driver, device, rows, cols) else 1

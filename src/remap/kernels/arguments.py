@@ -64,6 +64,9 @@ def view_of(value: Any, asked: str, name: str, stream: StreamLike | None) -> Vie
     if isinstance(value, DeviceArray) and isinstance(value.owner, Span):
         owner = value.owner
         return View(owner, owner._address + value.offset, value.dtype, value.shape)
+    known = getattr(value, "_remap_array", None)
+    if known is not None:  # memory that a graph will allocate: no driver can be asked about it yet
+        return View(None, *known, value)
     if isinstance(value, Span):
         rule = f"a {value.kind} has bytes, and no elements of a type"
         raise LaunchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 
 from remap.errors import AccessError, LaunchError
 from remap.kernels import ir
+from remap.kernels.again import Packed
 from remap.kernels.arguments import View, view_of
 from remap.kernels.cpp import Writer, captured_layout, is_empty
 from remap.kernels.host import HostWriter
@@ -55,6 +57,9 @@ class Variant:
             for index, (name, kind) in enumerate(kernel.parameters)
             if isinstance(kind, Array)
         ]
+        places = [index for index, _, _, _ in self._arrays]
+        self._pick = operator.itemgetter(*places) if len(places) > 1 else None
+        self._first = places[0] if places else None
         self.written = [index for index, _, written, _ in self._arrays if written]
         self._meets = bool(self.written)
         self._layout, self._offsets, self._rows = self._lay_out()
@@ -94,6 +99,15 @@ class Variant:
         return found
 
     # -- checks --
+
+    def arrays(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the array arguments; nothing where there are too few arguments."""
+        try:
+            if self._pick is not None:
+                return self._pick(arguments)  # type: ignore[no-any-return]
+            return () if self._first is None else (arguments[self._first],)
+        except IndexError:
+            return ()
 
     def views(self, arguments: tuple[Any, ...], stream: StreamLike | None) -> dict[int, View]:
         """Return the array arguments by their places."""
@@ -189,6 +203,21 @@ class Variant:
         return partial(_outside, self._source, text)
 
     # -- passing --
+
+    def numbers(self, arguments: tuple[Any, ...]) -> list[Packed] | None:
+        """Return how the numbers among the arguments are packed; None where anything else goes by value."""
+        found: list[Packed] = []
+        start, value = 8 * len(self._offsets), 0  # pointers first, then values
+        for index, (_, kind) in enumerate(self.kernel.parameters):
+            if isinstance(kind, Array):
+                value += 1 + kind.ndim
+                continue
+            if not isinstance(kind, Scalar):
+                return None
+            layout = struct.Struct(_CODES[f"{kind.dtype.kind}{kind.dtype.itemsize}"])
+            found.append((index, type(arguments[index]), layout, start + self._offsets[value]))
+            value += 1
+        return found
 
     def _lay_out(self) -> tuple[str, list[int], list[tuple[int, int, str]]]:
         """Return the layout of all values for `struct`, where each begins, and (offset, size, what) for people."""
@@ -305,7 +334,6 @@ class Variant:
         parts = self._shared_parts(views) if allow_overlap else {}
         run = HostRun(self.kernel, self.host(), values, self._captured(), parts)
         packed = Arguments([], (), 0)
-        packed.values = tuple(arguments)
         packed.spans = tuple(view.owner for view in views.values() if view.owner is not None)
         packed.host = tuple(view.host for view in views.values() if view.host is not None)
         if any(view.owner is None and view.host is None for view in views.values()):

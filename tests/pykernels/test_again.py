@@ -1,0 +1,154 @@
+"""The same launch again takes the short way, and goes back to the checks as soon as anything has changed."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remap
+from remap import MiB
+from remap.errors import AccessError, ClosedError, InvalidValueError, LaunchError, PausedError, RemapError
+from remap.kernels import PythonKernel
+
+
+def fresh() -> PythonKernel:
+    """Return a kernel that nobody has launched."""
+
+    @remap.kernel
+    def add_one(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = x[i] + 1
+
+    return add_one
+
+
+def kept(kernel: PythonKernel) -> int:
+    """Return how many launches are kept."""
+    return len(kernel._again)
+
+
+def test_launches_on_the_same_arrays_are_kept_once(place: Any) -> None:
+    """A launch again is the same launch: the result is there, and nothing piles up."""
+    kernel = fresh()
+    x, out = place(np.arange(64, dtype=np.int32)), place(64, "int32")
+    for turn in range(5):
+        x.copy_from(np.full(64, turn, np.int32))
+        place.launch(kernel, x, out, grid=1, block=64)
+        assert out.to_host().tolist() == [turn + 1] * 64
+    assert kept(kernel) == 1
+    place.launch(kernel, out, x, grid=1, block=64)
+    assert kept(kernel) == 2
+
+
+def test_another_shape_is_another_launch(place: Any) -> None:
+    """The shape is compared each time."""
+    kernel = fresh()
+    x, out = place(np.arange(64, dtype=np.int32)), place(64, "int32")
+    for block in (16, 32, 64):
+        place.launch(kernel, x, out, grid=1, block=block)
+        assert out.to_host().tolist()[:block] == list(range(1, block + 1))
+        assert not out.to_host()[block:].any()
+    with pytest.raises(LaunchError):
+        place.launch(kernel, x, out, grid=1, block=(8, 8))
+
+
+def test_arrays_that_go_are_forgotten() -> None:
+    """Nothing is kept alive: with the array goes what was kept for it."""
+    kernel = fresh()
+    with remap.allocate(2 * MiB) as a, remap.allocate(2 * MiB) as b:
+        x, out = a.array("int32", 8), b.array("int32", 8)
+        kernel.launch(x, out, grid=1, block=8)
+        assert kept(kernel) == 1
+        del x
+        gc.collect()
+        assert kept(kernel) == 0
+        remap.device().synchronize()
+
+
+def test_a_buffer_that_was_closed_meanwhile() -> None:
+    """The second launch is refused as the first would have been."""
+    kernel = fresh()
+    a, b = remap.allocate(2 * MiB), remap.allocate(2 * MiB)
+    x, out = a.array("int32", 8), b.array("int32", 8)
+    kernel.launch(x, out, grid=1, block=8)
+    a.close()
+    with pytest.raises(ClosedError):
+        kernel.launch(x, out, grid=1, block=8)
+    b.close()
+
+
+def test_rights_that_were_taken_meanwhile() -> None:
+    """A right that was lowered is seen."""
+    kernel, at = fresh(), remap.device()
+    with remap.allocate(2 * MiB) as a, remap.allocate(2 * MiB) as b:
+        x, out = a.array("int32", 8), b.array("int32", 8)
+        kernel.launch(x, out, grid=1, block=8)
+        b.set_access({at: "r"})
+        with pytest.raises(AccessError):
+            kernel.launch(x, out, grid=1, block=8)
+        b.set_access({at: "rw"})
+        kernel.launch(x, out, grid=1, block=8)
+        at.synchronize()
+
+
+def test_a_buffer_that_was_paused_meanwhile() -> None:
+    """A paused buffer is refused, and works again when it was resumed."""
+    kernel = fresh()
+    with remap.allocate(2 * MiB) as a, remap.allocate(2 * MiB) as b:
+        x, out = a.array("int32", 8), b.array("int32", 8)
+        a.fill(0)
+        kernel.launch(x, out, grid=1, block=8)
+        remap.pause(a)
+        with pytest.raises(PausedError):
+            kernel.launch(x, out, grid=1, block=8)
+        remap.resume(a)
+        kernel.launch(x, out, grid=1, block=8)
+        assert out.to_host().tolist() == [1] * 8
+
+
+def test_a_stream_that_was_closed_meanwhile() -> None:
+    """A closed stream is refused, and another one with the same place in memory is not taken for it."""
+    kernel = fresh()
+    with remap.allocate(2 * MiB) as a, remap.allocate(2 * MiB) as b:
+        x, out = a.array("int32", 8), b.array("int32", 8)
+        stream = remap.Stream(remap.device())
+        kernel.launch(x, out, grid=1, block=8, stream=stream)
+        stream.close()
+        with pytest.raises(RemapError):
+            kernel.launch(x, out, grid=1, block=8, stream=stream)
+        for _ in range(3):
+            with remap.Stream(remap.device()) as other:
+                kernel.launch(x, out, grid=1, block=8, stream=other)
+
+
+def test_closing_waits_for_a_launch_again() -> None:
+    """The short way notes its stream, too (invariant 7)."""
+    kernel = fresh()
+    with remap.Stream(remap.device()) as stream:
+        a, b = remap.allocate(8 * MiB), remap.allocate(8 * MiB)
+        x, out = a.array("int32", 2 * MiB), b.array("int32", 2 * MiB)
+        kernel.launch(x, out, grid=8192, block=256, stream=stream)
+        stream.synchronize()
+        for _ in range(10):
+            kernel.launch(x, out, grid=8192, block=256, stream=stream)
+        a.close()
+        assert stream.done
+        b.close()
+
+
+def test_numbers_are_packed_anew(place: Any) -> None:
+    """Numbers of each launch are its own, on the short way too; one that does not fit is refused."""
+
+    @remap.kernel
+    def fill(n: int, f: np.float32, out: remap.DisjointSlice, small: np.int8) -> None:
+        out[remap.index_1d()] = n + f + small
+
+    out = place(8, "float64")
+    for n, f, small in ((1, 0.5, 2), (3, 0.25, -4), (1 << 40, 2.0, 127)):
+        place.launch(fill, n, f, out, small, grid=1, block=8)
+        assert out.to_host().tolist() == [float(np.float32(n) + np.float32(f) + np.float32(small))] * 8
+    with pytest.raises((LaunchError, InvalidValueError), match="does not fit"):
+        place.launch(fill, 1, 0.5, out, 200, grid=1, block=8)
