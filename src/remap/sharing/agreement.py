@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from remap.errors import ShareError
 from remap.sharing.exchange import Exchange
@@ -74,7 +74,8 @@ def _read(story: bytes) -> str:
         found: Any = json.loads(story)
     except (ValueError, RecursionError):
         found = None
-    words = cast("list[Any]", found) if isinstance(found, list) else []
-    if len(words) != 2 or not all(isinstance(word, str) for word in words):
-        return "it does not say why"
-    return f"{words[0]}: {words[1]}"[: _LONGEST + 100].rstrip(". ")
+    match found:
+        case [str() as kind, str() as text]:
+            return f"{kind}: {text}"[: _LONGEST + 100].rstrip(". ")
+        case _:
+            return "it does not say why"
