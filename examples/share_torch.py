@@ -27,7 +27,8 @@ def main() -> None:
         buffer.fill(rank + 1)
         tickets = exchange.allgather(remap.export(buffer).to_bytes())
         neighbour = (rank + 1) % size
-        with remap.open(tickets[neighbour], accessing=device) as other:
+        # Read-write only because torch takes no read-only arrays; nothing is written.
+        with remap.open(tickets[neighbour], accessing=device, access="rw") as other:
             if on_gpu:  # torch takes the memory as it is
                 found = int(torch.as_tensor(other.array("uint8"), device=f"cuda:{device.index}")[0])
             else:
