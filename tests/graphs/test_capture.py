@@ -14,7 +14,7 @@ from remap.drivers.graph_powers import CaptureMode, CaptureStatus
 from remap.errors import ClosedError, CudaResult, DriverError, InUseError, InvalidValueError
 from remap.graphs import Allocation, GraphPool, NodeKind
 from remap.sizes import MiB
-from tests.graphs.conftest import Kernels
+from remap.testing.graph_kernels import Kernels
 
 pytest_plugins = ["remap.testing.stage"]
 PART = 4 * MiB

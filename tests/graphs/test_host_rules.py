@@ -13,7 +13,7 @@ from remap.errors import CudaResult, DriverError, InUseError
 from remap.graphs import GraphPool
 from remap.sizes import GiB, MiB
 from remap.testing.children import run_in_child
-from tests.graphs.conftest import Kernels
+from remap.testing.graph_kernels import Kernels
 
 pytest_plugins = ["remap.testing.stage"]
 pytestmark = pytest.mark.skipif(
@@ -55,10 +55,11 @@ def test_uses_after_the_free(pool: GraphPool, stream: remap.Stream, kernels: Ker
             with remap.device(0).current():
                 with pytest.raises(DriverError, match="was freed by"):
                     driver.fill(address, 1, 1, 16, stream.handle)
-                for call in (
+                calls: list[Callable[[], object]] = [
                     lambda: driver.free(address),
                     lambda: driver.pool_free(address, stream.handle),
-                ):
+                ]
+                for call in calls:
                     with pytest.raises(DriverError) as caught:
                         call()
                     assert caught.value.code == CudaResult.INVALID_VALUE

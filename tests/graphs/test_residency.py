@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import remap
 from remap.errors import PausedError
 from remap.graphs import Executable, Graph, GraphPool
 from remap.sizes import MiB
-from tests.graphs.conftest import Kernels
+from remap.testing.graph_kernels import Kernels
 
 pytest_plugins = ["remap.testing.stage"]
 SIZE = 4 * MiB
@@ -74,15 +75,18 @@ def test_a_graph_goes_on_over_memory_that_moves(
 def test_pausing_waits_for_a_run(pool: GraphPool, stream: remap.Stream, kernels: Kernels) -> None:
     """A buffer that a run still uses is paused when the run is over, with what it wrote (invariant 7, trap 11)."""
     del pool
-    import threading
-
     with remap.allocate(SIZE) as buffer, remap.Graph(0) as graph:
         held = graph.launch(kernels.hold, kernels.ticks, grid=1, block=1)
         graph.fill(buffer, 77, after=[held])
         with graph.instantiate() as executable:
             executable.launch(stream)
             paused = threading.Event()
-            thread = threading.Thread(target=lambda: (remap.pause(buffer), paused.set()))
+
+            def pause() -> None:
+                remap.pause(buffer)
+                paused.set()
+
+            thread = threading.Thread(target=pause)
             thread.start()
             if remap.driver().name == "host":
                 assert not paused.wait(0.05)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import remap
 from remap.graphs import Executable, Graph, GraphPool
 from remap.sizes import MiB
-from tests.graphs.conftest import Kernels
+from remap.testing.graph_kernels import Kernels
 
 pytest_plugins = ["remap.testing.stage"]
 SIZE = 64 * MiB  # the size for which the figures of hardware are known

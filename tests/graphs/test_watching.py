@@ -108,7 +108,7 @@ def without_matplotlib() -> None:
     import remap.graphs
 
     assert "matplotlib" not in sys.modules
-    assert remap.graphs.Graph
+    assert callable(remap.graphs.Graph)
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
     with pytest.raises(remap.RemapError, match=r"pip install 'remap\[plot\]'"):
         check_plot("out.png")

@@ -15,7 +15,14 @@ import numpy as np
 
 from remap.drivers.ancestry import Ancestry
 from remap.drivers.graph_powers import NodeKind
-from remap.errors import ClosedError, InUseError, InvalidValueError, OutOfMemoryError
+from remap.errors import (
+    ClosedError,
+    CudaResult,
+    InUseError,
+    InvalidValueError,
+    OutOfMemoryError,
+    driver_error,
+)
 from remap.graphs.nodes import Allocation, Condition, GraphArray, HostCall, Node
 from remap.kernels.launch import Extent, Prepared
 from remap.locations import Device
@@ -71,6 +78,14 @@ class Nodes:
         if number == 0:
             raise InvalidValueError("a graph's allocation of 0 bytes", rule="it has at least one byte")
         self.device.require("memory_pools")
+        if number > (most := self.device.properties.memory):
+            raise driver_error(
+                "cuGraphAddMemAllocNode",
+                CudaResult.OUT_OF_MEMORY,
+                asked=f"{format_size(number)} in a graph of {self.device}",
+                rule=f"the device has {format_size(most)}",
+                next_step="Allocate less",
+            )
         behind = self._behind("an allocation", after)
         others = [other.index for other in accessing]
         index = self.device.index

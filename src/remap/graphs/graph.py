@@ -17,7 +17,7 @@ what all graphs of a device hold, and gives back what none of them uses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from remap.drivers.graph_powers import NodeInfo, NodeKind, SupportsGraphMemory, SupportsGraphs
@@ -27,6 +27,7 @@ from remap.graphs.executable import Executable
 from remap.graphs.nodes import Allocation, Condition, Node, missing
 from remap.lifetime import Description, Release, Resource, drain, queued
 from remap.locations import Device, DeviceLike, device
+from remap.sizes import Size
 
 
 class Graph(Resource, Nodes):
@@ -204,6 +205,23 @@ class Body(Nodes):
     def child(self, graph: Graph, *, after: Iterable[Node] = ()) -> Node:
         """Add all nodes of another graph as one node; as `Graph.child`."""
         return _child(self, graph, after)
+
+    def alloc(
+        self, size: Size, *, after: Iterable[Node] = (), accessing: Iterable[Device] = ()
+    ) -> Allocation:
+        """Raise `NotSupportedError`: drivers take no memory nodes in the body of a conditional node."""
+        raise _forbidden(f"an allocation of {size} in a body", _IN_BODY)
+
+    def free(self, allocation: Allocation, *, after: Iterable[Node] = ()) -> Node:
+        """Raise `NotSupportedError`, as `alloc`."""
+        raise _forbidden(f"a free of {allocation} in a body", _IN_BODY)
+
+    def host(self, function: Callable[..., object], *arguments: object, after: Iterable[Node] = ()) -> Node:
+        """Raise `NotSupportedError`: drivers take no host functions in the body of a conditional node."""
+        raise _forbidden(f"a host function {function} in a body", _IN_BODY)
+
+
+_IN_BODY = "the body of a conditional node takes launches, copies, fills, children and conditionals only"
 
 
 def _child(nodes: Nodes, graph: Graph, after: Iterable[Node]) -> Node:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from remap.drivers.graph_powers import NodeKind, SetsConditions
 from remap.drivers.powers import SupportsPools
-from remap.errors import ClosedError, LaunchError, NotSupportedError, RemapError, driver_error
+from remap.errors import (
+    ClosedError,
+    InvalidValueError,
+    LaunchError,
+    NotSupportedError,
+    RemapError,
+    driver_error,
+)
 from remap.lifetime import Description, Release, Step
 from remap.locations import Device
 from remap.sizes import format_size
@@ -110,22 +120,28 @@ class Allocation(Node):
 
     def array(self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None) -> GraphArray:
         """Return this memory as an array argument for kernels of the graph."""
-        import numpy as np
-
         kind = np.dtype(dtype)
         extents = (self.size // kind.itemsize,) if shape is None else shape
-        return GraphArray(self, kind.str, (extents,) if isinstance(extents, int) else tuple(extents))
+        found = (extents,) if isinstance(extents, int) else tuple(extents)
+        if any(extent < 0 for extent in found) or math.prod(found) * kind.itemsize > self.size:
+            raise InvalidValueError(
+                f"an array of shape {found} of {kind} over {self}", rule=f"there are {self.size} bytes"
+            )
+        return GraphArray(self, kind, found)
 
 
 class GraphArray:
-    """An allocation of a graph as an array, by the CUDA array interface; for kernels of that graph only."""
+    """An allocation of a graph as an array, for kernels of that graph. Made by `Allocation.array`."""
 
-    def __init__(self, allocation: Allocation, typestr: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, allocation: Allocation, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self.allocation = allocation
+        self.dtype = dtype
+        self.shape = shape
+        self._remap_array = (allocation.address, dtype, shape)  # how Python kernels take it
         self.__cuda_array_interface__ = {
             "data": (allocation.address, False),
             "shape": shape,
-            "typestr": typestr,
+            "typestr": dtype.str,
             "version": 3,
             "strides": None,
         }

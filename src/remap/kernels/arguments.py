@@ -66,7 +66,8 @@ def view_of(value: Any, asked: str, name: str, stream: StreamLike | None) -> Vie
         return View(owner, owner._address + value.offset, value.dtype, value.shape)
     known = getattr(value, "_remap_array", None)
     if known is not None:  # memory that a graph will allocate: no driver can be asked about it yet
-        return View(None, *known, value)
+        address, dtype, shape = known
+        return View(None, address, dtype, shape, value)
     if isinstance(value, Span):
         rule = f"a {value.kind} has bytes, and no elements of a type"
         raise LaunchError(
