@@ -85,22 +85,26 @@ def compiled(base: int, functions: Functions) -> Code:
         layout.HEAD * word, layout.RECORD * word, layout.OPTION * word
     )  # fmt: skip
     options_at = layout.OPTIONS_AT * word
-    inline = numba.njit(error_model="numpy")
+    i32, i64, void = numba.types.int32, numba.types.int64, numba.types.void
+
+    def inline(function: Any, arguments: int, result: Any = i64) -> Any:
+        # With its types said: otherwise it is compiled anew for every constant that it is called with.
+        return numba.njit(result(*[i64] * arguments), error_model="numpy")(function)
 
     def get(at: int, figure: int) -> Any:
         return peek(at + figure * word)
 
-    get = inline(get)
+    get = inline(get, 2)
 
     def put(at: int, figure: int, value: int) -> None:
         poke(at + figure * word, value)
 
-    put = inline(put)
+    put = inline(put, 3, void)
 
     def record_of(at: int, slot: int) -> int:
         return at + head + slot * record_size
 
-    record_of = inline(record_of)
+    record_of = inline(record_of, 2)
 
     def find(at: int, address: int) -> Any:  # under the mutex
         for slot in range(get(at, HIGH)):
@@ -110,7 +114,7 @@ def compiled(base: int, functions: Functions) -> Code:
                 return slot
         return -1
 
-    find = inline(find)
+    find = inline(find, 2)
 
     def take_slot(at: int) -> Any:
         found = -1
@@ -128,7 +132,7 @@ def compiled(base: int, functions: Functions) -> Code:
         unlock(at)
         return found
 
-    take_slot = inline(take_slot)
+    take_slot = inline(take_slot, 1)
 
     def settle(at: int, stream: int, record: int) -> Any:
         """Wait for the device, as cudaFree does; a result of captures where one goes on, which a wait would break."""
@@ -153,7 +157,7 @@ def compiled(base: int, functions: Functions) -> Code:
         pop(scratch)
         return result
 
-    settle = inline(settle)
+    settle = inline(settle, 3)
 
     def give_back(at: int, slot: int) -> None:
         record = record_of(at, slot)
@@ -168,7 +172,7 @@ def compiled(base: int, functions: Functions) -> Code:
         put(record, R_STATE, empty)
         unlock(at)
 
-    give_back = inline(give_back)
+    give_back = inline(give_back, 2, void)
 
     def drain_part(at: int) -> Any:
         count = 0
@@ -185,7 +189,7 @@ def compiled(base: int, functions: Functions) -> Code:
                 count += 1
         return count
 
-    drain_part = inline(drain_part)
+    drain_part = inline(drain_part, 1)
 
     def back(record: int, size: int, chunk: int, options: int) -> Any:
         """Reserve, create, map and grant access; returns a result, with nothing left behind unless it is 0."""
@@ -210,7 +214,7 @@ def compiled(base: int, functions: Functions) -> Code:
             free_range(address, size)
         return result
 
-    back = inline(back)
+    back = inline(back, 4)
 
     def too_little(at: int, record: int, size: int) -> Any:
         """Tell whether an allocation would leave less memory free than it should."""
@@ -223,7 +227,7 @@ def compiled(base: int, functions: Functions) -> Code:
         pop(scratch)
         return result == 0 and free < size + margin
 
-    too_little = inline(too_little)
+    too_little = inline(too_little, 3, numba.types.boolean)
 
     def allocate(size: int, device: int, stream: int, pool: int) -> Any:
         at = base + device * part
@@ -300,7 +304,7 @@ def compiled(base: int, functions: Functions) -> Code:
         for index in range(R_SCRATCH):
             put(out, index + 1, get(record, index))
 
-    copy_record = inline(copy_record)
+    copy_record = inline(copy_record, 3, void)
 
     def change(device: int, slot: int, serial: int, before: int, after: int) -> Any:
         """Change a record's state if it is the expected one; returns the state that it had."""
@@ -315,7 +319,7 @@ def compiled(base: int, functions: Functions) -> Code:
         unlock(at)
         return state
 
-    change = inline(change)
+    change = inline(change, 5)
 
     def hold(device: int, slot: int, serial: int) -> Any:
         return 1 if change(device, slot, serial, live, held) == live else 0
@@ -340,8 +344,6 @@ def compiled(base: int, functions: Functions) -> Code:
 
     def drain(device: int) -> Any:
         return drain_part(base + device * part)
-
-    i32, i64, void = numba.types.int32, numba.types.int64, numba.types.void
 
     def native(function: Any, result: Any, *arguments: Any) -> Any:
         return immortal(numba.cfunc(result(*arguments), nopython=True, error_model="numpy")(function))

@@ -92,7 +92,7 @@ def wake(
         found.reap()
         known = groups()
         buffers = [buffer for tag in plan if tag in known for buffer in known[tag].buffers if buffer.paused]
-        kept: dict[Buffer, Keep] = {buffer: cast("Keep", asleep(buffer).keep) for buffer in buffers}
+        kept: dict[Buffer, Keep] = {buffer: _keep(buffer) for buffer in buffers}
         first = _segments_of(order or ())
         options: dict[str, Any] = {
             "wait": wait, "order": first, "keep_host": keep_host or exchange is not None,
@@ -278,6 +278,12 @@ def _plan(tags: Tags, keep: Keep) -> dict[str, Keep]:
     if isinstance(tags, Mapping):
         return dict(cast("Mapping[str, Keep]", tags))
     return dict.fromkeys([tags] if isinstance(tags, str) else tags, keep)
+
+
+def _keep(buffer: Buffer) -> Keep:
+    found: Any = asleep(buffer)
+    keep: Keep = found.keep
+    return keep
 
 
 def _asleep() -> set[str]:

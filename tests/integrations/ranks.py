@@ -1,0 +1,78 @@
+"""What other processes do in these tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import remap
+from remap import MiB
+
+SPAWN = multiprocessing.get_context("spawn")
+LIMIT = 100.0
+
+
+def begin(driver: str) -> Any:
+    """Open a driver whose memory torch can see, and return `remap.torch`."""
+    if driver == "host":
+        remap.use("host", memory=64 * MiB, coherent=True, integrated=False)
+    else:
+        remap.use(driver)
+    return remap.torch
+
+
+def read_and_write(driver: str, link: Any) -> None:
+    """Open the tensor that comes, tell what it is, and write into it."""
+    torch = begin(driver)
+    assert link.poll(LIMIT)
+    exported = link.recv()
+    tensor = torch.open(exported, access="rw", accessing=[0, remap.Host()] if driver == "host" else [0])
+    link.send((tensor[0].tolist(), tuple(tensor.shape), tensor.stride()))
+    tensor[1, 3] = 100
+    if tensor.is_cuda:
+        tensor.cpu()
+
+
+def started(count: int, role: Callable[..., None]) -> list[Any]:
+    """Run a role in as many processes, and return what each tells, by rank."""
+    results = SPAWN.Queue()
+    exchanges = remap.ProcessExchange.group(count, timeout=LIMIT)
+    children = [
+        SPAWN.Process(target=role, args=(remap.driver().name, exchange, results), daemon=True)
+        for exchange in exchanges
+    ]
+    for child in children:
+        child.start()
+    for exchange in exchanges:  # each child has its own end now
+        exchange.close()
+    found = dict(results.get(timeout=LIMIT) for _ in children)
+    for child in children:
+        child.join(LIMIT)
+    return [found[rank] for rank in range(count)]
+
+
+def wake_together(driver: str, exchange: remap.ProcessExchange, results: Any) -> None:
+    """Sleep, wake while rank 1 is short of memory, then wake with memory enough."""
+    torch = begin(driver)
+    at = exchange.rank if driver == "cuda" else 0
+    if driver == "cuda":
+        torch_ = remap.integrations.tensors.torch
+        torch_.cuda.set_device(at)
+    with torch.pool("weights") as pool:
+        weights = pool.empty(8 * MiB, device=at).fill_(exchange.rank + 1)
+    torch.sleep("weights")
+    taken = None
+    if exchange.rank == 1:
+        taken = remap.allocate(remap.device(at).memory().free - 8 * MiB, resident=at)
+    try:
+        torch.wake("weights", exchange=exchange)
+        first = "it woke"
+    except remap.RemapError as error:
+        first = f"{type(error).__name__}: {error}"
+    between = torch.status()["weights"].state
+    if taken is not None:
+        taken.close()
+    torch.wake("weights", exchange=exchange)
+    right = bool((weights == exchange.rank + 1).all())
+    results.put((exchange.rank, (first, between, torch.status()["weights"].state, right)))

@@ -1,0 +1,158 @@
+"""ElasticTensor: a first dimension that grows in place; and buffers as tensors."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+import remap
+from remap import MiB
+
+
+def test_growing_in_place(torch: Any, machine: Any) -> None:
+    """Rows come and go under one pointer, nothing is copied, and earlier views see what is written (invariant 6)."""
+    with machine.ElasticTensor(1000, 8, 64, dtype=torch.bfloat16, rows=2) as cache:
+        first = cache.view(2)
+        first.fill_(1)
+        pointer = cache.data_ptr
+        for rows in (3, 500, 1000):
+            cache.resize(rows)
+            assert cache.tensor.shape == (rows, 8, 64)
+            assert cache.tensor.data_ptr() == pointer == first.data_ptr()
+        cache.tensor[2:].fill_(2)
+        cache.tensor[0].fill_(5)
+        assert first[0, 0, 0].item() == 5
+        assert cache.tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        assert len(cache) == 1000
+        del first
+        gc.collect()
+
+
+def test_shrinking_gives_memory_back(machine: Any) -> None:
+    """Memory behind the rows there are goes back, although tensors of it live."""
+    before = remap.device(0).memory().free
+    cache = machine.ElasticTensor(64, MiB, rows=16, chunk=4 * MiB)
+    head = cache.view(1)
+    head.fill_(3)
+    held = before - remap.device(0).memory().free
+    assert cache.resize(1).freed > 0
+    assert before - remap.device(0).memory().free < held
+    assert float(head.sum()) == 3 * MiB
+    with pytest.raises(remap.InvalidValueError, match="resize"):
+        cache.view(2)
+    del head
+    cache.close()
+    assert remap.device(0).memory().free == before
+
+
+def test_appending(torch: Any, machine: Any) -> None:
+    """Rows that are appended are those of the tensor given; other shapes are refused, and nothing grows."""
+    with machine.ElasticTensor(10, 4) as cache:
+        cache.append(torch.ones(2, 4, device=cache.tensor.device))
+        added = cache.append(torch.full((1, 4), 2.0, device=cache.tensor.device))
+        assert cache.tensor.sum(1).tolist() == [4, 4, 8]
+        assert added.tolist() == [[2, 2, 2, 2]]
+        with pytest.raises(remap.InvalidValueError, match="shape"):
+            cache.append(torch.ones(1, 5))
+        with pytest.raises(remap.InvalidValueError, match="capacity"):
+            cache.resize(10_000_000)
+        assert len(cache) == 3
+        del added
+
+
+def test_it_sleeps_with_its_pool(torch: Any, machine: Any) -> None:
+    """Made inside of a pool, it sleeps and wakes with it, and can be used again under the same pointer."""
+    with machine.pool("kv"):
+        cache = machine.ElasticTensor(100, 1024, rows=3)
+    cache.tensor.copy_(torch.arange(3 * 1024).view(3, 1024))
+    pointer = cache.data_ptr
+    machine.sleep("kv")
+    assert cache.asleep
+    for use in (lambda: cache.tensor, lambda: cache.resize(4)):
+        with pytest.raises(remap.PausedError):
+            use()
+    machine.wake("kv")
+    cache.resize(4)
+    assert cache.tensor.data_ptr() == pointer
+    assert cache.tensor[2, 5].item() == 2 * 1024 + 5
+    cache.close()
+
+
+def test_closing_while_tensors_live(machine: Any) -> None:
+    """It says so and stays open; after they have gone it closes, once (trap 26)."""
+    cache = machine.ElasticTensor(10, 16, rows=2)
+    part = cache.tensor[1]
+    with pytest.raises(remap.InUseError, match="live"):
+        cache.close()
+    cache.tensor.fill_(1)
+    assert float(part.sum()) == 16
+    del part
+    cache.close()
+    cache.close()
+    with pytest.raises(remap.ClosedError):
+        cache.view(1)
+
+
+def test_tensors_keep_the_memory(machine: Any) -> None:
+    """A tensor that outlives the object it was taken from goes on working (trap 26)."""
+    cache = machine.ElasticTensor(10, 16, rows=2)
+    part = cache.tensor[1].fill_(2)
+    cache.buffer._warns = False
+    del cache
+    gc.collect()
+    remap.collect()
+    assert float(part.sum()) == 32
+
+
+@pytest.mark.parametrize("row", [(0,), (3, 0)])
+def test_rows_without_bytes(machine: Any, row: tuple[int, ...]) -> None:
+    """Refused: there is nothing to grow."""
+    with pytest.raises(remap.InvalidValueError, match="no bytes"):
+        machine.ElasticTensor(10, *row)
+
+
+def test_extents_that_overflow(machine: Any) -> None:
+    """An `OverflowError`, before anything is reserved (trap 43)."""
+    with pytest.raises(OverflowError):
+        machine.ElasticTensor(1 << 40, 1 << 40)
+
+
+def test_poisoned_rows(torch: Any, machine: Any) -> None:
+    """With poison, what was never written is visible (trap 18)."""
+    with machine.ElasticTensor(10, 4, dtype=torch.uint8, rows=2, poison=True) as cache:
+        assert cache.tensor.tolist() == [[0xCB] * 4] * 2
+
+
+def test_a_buffer_as_a_tensor(torch: Any, machine: Any) -> None:
+    """No copy, any type of torch, any part; the buffer stays open while the tensor lives (trap 26)."""
+    users = [0, remap.Host()] if remap.driver().name == "host" else [0]
+    with remap.allocate(2 * MiB, resident=0, accessing=users) as buffer:
+        tensor = machine.tensor(buffer, torch.bfloat16, (4, 8), offset=1024)
+        tensor.fill_(2)
+        assert tensor.data_ptr() == buffer.address + 1024
+        assert bytes(buffer.to_host("uint8", 2, offset=1024)) == b"\x00\x40"
+        assert machine.tensor(buffer).shape == (MiB // 2,)
+        assert machine.tensor(buffer, torch.int8, 0).numel() == 0
+        with pytest.raises(remap.InUseError, match="arrays"):
+            buffer.close()
+        with pytest.raises(remap.InvalidValueError, match="multiple"):
+            machine.tensor(buffer, torch.float32, 4, offset=2)
+        with pytest.raises(remap.InvalidValueError, match="fit"):
+            machine.tensor(buffer, torch.float32, (MiB,))
+        del tensor
+        gc.collect()
+
+
+def test_memory_that_the_cpu_may_not_see(torch: Any) -> None:
+    """On a simulated device that keeps its memory to itself, CPU torch gets none, and the message says what to do."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about CPU torch")
+    with pytest.raises(remap.InvalidValueError, match="coherent=True"):
+        remap.torch.ElasticTensor(10, 4)
+    with pytest.raises(remap.InvalidValueError, match="coherent=True"), remap.torch.pool("weights"):
+        remap.torch.empty(1)
+    with remap.allocate(1, resident=0) as buffer, pytest.raises(remap.AccessError):
+        remap.torch.tensor(buffer)

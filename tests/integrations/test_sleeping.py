@@ -1,0 +1,379 @@
+"""Pools sleep and wake as transactions, whatever happens meanwhile; on CPU torch and the host driver, and on CUDA."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import remap
+from remap import MiB
+
+
+def free() -> int:
+    """Return the free bytes of the first device."""
+    return remap.device(0).memory().free
+
+
+def filled(machine: Any, tag: str, count: int = 3, size: int = 3 * MiB) -> list[Any]:
+    """Return tensors of a pool, with random contents."""
+    with machine.pool(tag):
+        tensors = [machine.empty(size // 4) for _ in range(count)]
+    return [tensor.normal_() for tensor in tensors]
+
+
+def test_contents_come_back_at_the_same_addresses(torch: Any, machine: Any) -> None:
+    """What was kept wakes as it was, under the same pointers (invariant 6, trap 19); sleep frees memory (trap 7)."""
+    before = free()
+    weights = filled(machine, "weights")
+    kept, pointers = [one.clone() for one in weights], [one.data_ptr() for one in weights]
+    awake = free()
+    assert awake < before
+    moved = machine.sleep({"weights": "host"})
+    assert moved.freed == sum(one.size for one in machine.pools()["weights"].segments)
+    assert moved.confirmed == free() - awake >= 9 * MiB
+    assert machine.status()["weights"].state == "asleep"
+    assert machine.status()["weights"].resident == 0
+    machine.wake("weights", wait=1)
+    assert [one.data_ptr() for one in weights] == pointers
+    assert all(torch.equal(one, two) for one, two in zip(weights, kept, strict=True))
+    assert machine.status()["weights"].kept == {}
+
+
+def test_given_up_contents_are_undefined(machine: Any) -> None:
+    """With keep=None nothing is copied, and poison makes what wakes visible (invariant 8, trap 18)."""
+    (cache,) = filled(machine, "kv", 1)
+    assert machine.sleep({"kv": None}).bytes == 0
+    machine.wake("kv", poison=True)
+    assert cache.view(remap.integrations.tensors.torch.uint8)[100].item() == 0xCB
+    cache.fill_(1)
+    assert float(cache.sum()) == cache.numel()
+
+
+def test_one_transaction(machine: Any) -> None:
+    """A tag that is not there leaves all pools awake: nothing was begun (invariant 5)."""
+    weights = filled(machine, "weights")
+    with pytest.raises(remap.InvalidValueError, match="no such group"):
+        machine.sleep({"weights": "host", "nothing": None})
+    assert machine.status()["weights"].state == "awake"
+    assert float(weights[0].abs().sum()) > 0
+
+
+def test_waking_with_too_little_memory(torch: Any, machine: Any) -> None:
+    """A wake that finds no memory raises, leaves everything asleep, and succeeds later (traps 1, 14)."""
+    size = free() // 3 // MiB * MiB
+    weights = filled(machine, "weights", 2, size)
+    kept = [one.clone() for one in weights]
+    machine.sleep("weights")
+    with remap.allocate(free() - size, resident=0):
+        with pytest.raises(remap.OutOfMemoryError):
+            machine.wake("weights")
+        assert machine.status()["weights"].state == "asleep"
+        with pytest.raises(remap.OutOfMemoryError):
+            machine.wake("weights", wait=0.05)
+    machine.wake("weights")
+    assert all(torch.equal(one, two) for one, two in zip(weights, kept, strict=True))
+
+
+def test_a_sleeping_pool_cannot_be_entered(machine: Any) -> None:
+    """Entering raises, since torch would hand out memory that is not there; so does making a tensor in it."""
+    filled(machine, "weights", 1)
+    pool = machine.pools()["weights"]
+    machine.sleep("weights")
+    with pytest.raises(remap.PausedError, match="wake"), machine.pool("weights"):
+        pass
+    with pytest.raises(remap.PausedError):
+        pool.empty(10)
+    machine.wake()
+    pool.empty(10)
+
+
+def test_an_entered_pool_cannot_sleep(machine: Any) -> None:
+    """Sleep refuses while a thread is inside of a block, and everything stays awake."""
+    with machine.pool("weights"):
+        tensor = machine.empty(10).fill_(1)
+        with pytest.raises(remap.InUseError, match="inside"):
+            machine.sleep("weights")
+    assert float(tensor.sum()) == 10
+    machine.sleep("weights")
+    machine.wake("weights")
+
+
+def test_an_exception_inside_of_a_block(machine: Any) -> None:
+    """It passes through unchanged, and the pool can be used and put to sleep after it."""
+    with pytest.raises(ZeroDivisionError), machine.pool("weights"):
+        tensor = machine.empty(10).fill_(2)
+        raise ZeroDivisionError
+    machine.sleep("weights")
+    machine.wake("weights")
+    assert float(tensor.sum()) == 20
+    with pytest.raises(remap.InvalidValueError, match="in no pool"):
+        machine.empty(1)
+
+
+def test_deleting_tensors_while_they_sleep(torch: Any, machine: Any) -> None:
+    """Their addresses and backups are given back; the others wake (trap 23)."""
+    weights = filled(machine, "weights")
+    other = weights[2].clone()
+    machine.sleep("weights")
+    held = remap.host_pool().statistics().used
+    del weights[:2]
+    gc.collect()
+    machine.status()
+    assert remap.host_pool().statistics().used < held
+    machine.wake("weights")
+    assert torch.equal(weights[0], other)
+    assert len(machine.pools()["weights"].segments) == 1
+
+
+def test_the_backup_of_a_sleeping_tensor_is_writable(torch: Any, machine: Any) -> None:
+    """What is written into it wakes, in the tensor's shape and strides; while it lives, nothing wakes."""
+    with machine.pool("weights"):
+        tensor = machine.empty(16, 8, dtype=torch.bfloat16)
+    tensor.copy_(torch.arange(128).view(16, 8))
+    part = tensor.t()[2:5]
+    machine.sleep("weights")
+    copy = machine.backup(part)
+    assert copy.shape == part.shape
+    assert copy.stride() == part.stride()
+    assert copy.device.type == "cpu"
+    assert copy[0, 0].item() == 2
+    copy[0, 0] = 77
+    with pytest.raises(remap.InUseError, match="view"):
+        machine.wake("weights")
+    del copy
+    gc.collect()
+    machine.wake("weights")
+    assert tensor[0, 2].item() == 77
+    with pytest.raises(remap.InvalidValueError, match="not paused"):
+        machine.backup(tensor)
+
+
+def test_no_backup_without_contents(machine: Any) -> None:
+    """A pool that was put to sleep with None has none; a tensor of no pool neither. Both are said."""
+    (cache,) = filled(machine, "kv", 1)
+    machine.sleep({"kv": None})
+    with pytest.raises(remap.InvalidValueError, match="given up"):
+        machine.backup(cache)
+    machine.wake("kv")
+    with pytest.raises(remap.InvalidValueError, match="pool"):
+        machine.backup(cache.clone())
+
+
+def test_using_sleeping_memory_through_remap(machine: Any) -> None:
+    """It raises `PausedError`, as for any paused buffer."""
+    (cache,) = filled(machine, "kv", 1)
+    buffer = machine.buffer_of(cache)
+    machine.sleep("kv")
+    with pytest.raises(remap.PausedError):
+        buffer.fill(0)
+    machine.wake("kv")
+    buffer.fill(0)
+    assert float(cache.abs().sum()) == 0
+    with pytest.raises(remap.InUseError, match="belongs to the framework"):
+        buffer.close()
+
+
+def test_generations_tell_who_registered_the_memory(machine: Any) -> None:
+    """Each wake counts, and calls those who have to register the memory again (invariant 6)."""
+    (tensor,) = filled(machine, "weights", 1)
+    buffer = machine.buffer_of(tensor)
+    told: list[int] = []
+    buffer.on_change(lambda one: told.append(one.generation))
+    machine.sleep("weights")
+    machine.wake("weights")
+    assert told == [1, 2]
+
+
+def test_several_pools_in_one_call(torch: Any, machine: Any) -> None:
+    """Weights are kept and caches given up in one transaction; each can wake by itself."""
+    weights, caches = filled(machine, "weights"), filled(machine, "kv")
+    kept = weights[0].clone()
+    moved = machine.sleep({"weights": "host", "kv": None})
+    assert moved.buffers == 6
+    machine.wake("weights")
+    assert torch.equal(weights[0], kept)
+    assert machine.status()["kv"].state == "asleep"
+    machine.wake()
+    caches[0].fill_(3)
+    assert machine.status()["kv"].state == "awake"
+
+
+def test_kept_on_disk(torch: Any, machine: Any) -> None:
+    """A pool sleeps in a file as well, and its backup can be changed there."""
+    (weights,) = filled(machine, "weights", 1)
+    kept = weights.clone()
+    machine.sleep({"weights": "disk"})
+    assert machine.status()["weights"].kept["disk"] > 0
+    copy = machine.backup(weights)
+    copy[5] = 42
+    del copy
+    machine.wake("weights")
+    kept[5] = 42
+    assert torch.equal(weights, kept)
+
+
+def test_ordered_wake(torch: Any, machine: Any) -> None:
+    """With events, what is needed first comes first, and streams wait for what they use."""
+    weights = filled(machine, "weights")
+    kept = [one.clone() for one in weights]
+    machine.sleep("weights")
+    with machine.wake("weights", order=[weights[2], weights[0]], events=True) as arriving:
+        first = arriving.waking.events[0].chunk.address
+        assert first == machine.buffer_of(weights[2])._address
+        for one, two in ((weights[2], kept[2]), (weights[0], kept[0])):
+            arriving.wait_for(one)
+            assert torch.equal(one, two)
+    assert torch.equal(weights[1], kept[1])
+    machine.sleep("weights")
+    machine.wake("weights")
+    assert torch.equal(weights[1], kept[1])
+
+
+def test_ordered_wake_of_a_module(torch: Any, machine: Any) -> None:
+    """Modules name their parameters; what is no tensor is refused before anything wakes."""
+    layer = torch.nn.Linear(64, 64)
+    with machine.pool("weights"), torch.no_grad():
+        for one in layer.parameters():
+            one.data = machine.empty_like(one).copy_(one)
+    kept = layer.weight.detach().clone()
+    machine.sleep("weights")
+    with pytest.raises(TypeError, match="tensors and modules"):
+        machine.wake("weights", order=["weight"])
+    with machine.wake("weights", order=[layer], events=True) as arriving:
+        arriving.wait_for(layer)
+        assert torch.equal(layer.weight, kept)
+    del layer
+
+
+def test_threads_make_tensors_while_others_sleep(machine: Any) -> None:
+    """Threads in different pools, and in the same one, do not disturb each other (invariant 13)."""
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(4)
+
+    def work(tag: str, number: int) -> None:
+        try:
+            barrier.wait(30)
+            for _ in range(10):
+                with machine.pool(tag):
+                    tensor = machine.empty(1000).fill_(number)
+                assert float(tensor.sum()) == 1000 * number
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"t{number // 2}", number)) for number in range(3)]
+    weights = filled(machine, "weights", 1)
+    for thread in threads:
+        thread.start()
+    barrier.wait(30)
+    for _ in range(10):
+        machine.sleep("weights")
+        machine.wake("weights")
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    assert weights[0].numel()
+
+
+def test_migration_of_a_segment(torch: Any, machine: Any) -> None:
+    """The memory behind tensors can move, to the host as well, under the same pointers."""
+    (weights,) = filled(machine, "weights", 1)
+    kept, pointer = weights.clone(), weights.data_ptr()
+    remap.migrate(machine.buffer_of(weights), remap.HostNuma(0))
+    assert weights.data_ptr() == pointer
+    assert torch.equal(weights, kept)
+    remap.migrate(machine.buffer_of(weights), 0)
+    assert torch.equal(weights, kept)
+
+
+def test_options_belong_to_the_tag(machine: Any) -> None:
+    """A tag has one kind of memory: other options are refused, none are taken as they are."""
+    with machine.pool("shared", shareable="posix_fd"):
+        pass
+    with pytest.raises(remap.InvalidValueError, match="another tag"), machine.pool("shared", rdma=True):
+        pass
+    with machine.pool("shared") as pool:
+        assert pool.options.shareable == {"posix_fd"}
+    with pytest.raises(remap.InvalidValueError, match="chunks"), machine.pool("other", chunks=0):
+        pass
+
+
+def test_memory_in_chunks(torch: Any, machine: Any) -> None:
+    """A segment may be several allocations, whose addresses `chunks` lists; it sleeps and wakes as one (trap 33)."""
+    with machine.pool("pieces", chunks=3):
+        tensor = machine.empty(5 * MiB, dtype=torch.uint8)
+    tensor.random_()
+    kept = tensor.clone()
+    buffer = machine.buffer_of(tensor)
+    assert [chunk.size for chunk in buffer.chunks] == [2 * MiB] * 3
+    machine.sleep("pieces")
+    machine.wake("pieces")
+    assert torch.equal(tensor, kept)
+
+
+def test_shared_memory_does_not_sleep(machine: Any) -> None:
+    """What was exported refuses, as others would go on using the old memory, until they may (detach)."""
+    with machine.pool("shared", shareable="posix_fd"):
+        tensor = machine.empty(100).fill_(4)
+    with pytest.raises(remap.ShareError, match="handle"), machine.pool("plain"):
+        machine.export(machine.empty(10))
+    exported = machine.export(tensor)
+    assert (exported.dtype, exported.shape, exported.strides) == ("float32", (100,), (1,))
+    assert machine.status()["shared"].shared == 1
+    with pytest.raises(remap.InUseError, match="other processes"):
+        machine.sleep("shared")
+    assert float(tensor.sum()) == 400
+    machine.sleep("shared", detach=True)
+    machine.wake("shared")
+    assert float(tensor.sum()) == 400
+    exported.close()
+
+
+def test_running_out_of_memory(torch: Any, machine: Any) -> None:
+    """It is the error that the caller expects, and the next allocation works (traps 8, 9)."""
+    expected = (torch.OutOfMemoryError, remap.OutOfMemoryError)
+    with machine.pool("weights"):
+        with pytest.raises(expected):
+            machine.empty(4 * remap.device(0).memory().total, dtype=torch.uint8)
+        assert machine.empty(10).numel() == 10
+
+
+def test_empty_tensors(torch: Any, machine: Any) -> None:
+    """Tensors of no elements are valid, and make no driver call (trap 39)."""
+    with machine.pool("weights") as pool:
+        assert machine.empty(0, 5).shape == (0, 5)
+        assert not pool.segments
+    with pytest.raises(remap.InvalidValueError, match="extent"), machine.pool("weights"):
+        machine.empty(-1)
+
+
+def test_a_margin_makes_allocations_fail(torch: Any, machine: Any) -> None:
+    """With a margin, pools leave that much memory free."""
+    machine.set_margin(free() - 8 * MiB)
+    try:
+        with machine.pool("weights"):
+            with pytest.raises((torch.OutOfMemoryError, remap.OutOfMemoryError)):
+                machine.empty(32 * MiB, dtype=torch.uint8)
+            machine.empty(MiB, dtype=torch.uint8)
+    finally:
+        machine.set_margin(0)
+    with machine.pool("weights"):
+        machine.empty(32 * MiB, dtype=torch.uint8)
+
+
+def test_a_failing_step_of_sleep_changes_nothing(torch: Any, machine: Any) -> None:
+    """A CPU view, or a backup, keeps the memory where it is: refused, with contents and state as they were."""
+    (weights,) = filled(machine, "weights", 1)
+    buffer = machine.buffer_of(weights)
+    kept = weights.clone()
+    view = machine.tensor(buffer, torch.uint8, (16,))
+    if view.device.type == "cpu":
+        with pytest.raises(remap.InUseError, match="view"):
+            machine.sleep("weights")
+        assert machine.status()["weights"].state == "awake"
+    del view
+    machine.sleep("weights")
+    machine.wake("weights")
+    assert torch.equal(weights, kept)
