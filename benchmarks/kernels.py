@@ -1,6 +1,6 @@
 """Kernels in Python: threads a second on the host driver; bandwidth and launch overhead on CUDA.
 
-Run with `PYTHONPATH=src:. python benchmarks/kernels.py [host|cuda]`. Expected before the first run. Host driver, 2 cores:
+Run with `PYTHONPATH=src:. python benchmarks/kernels.py [host|cuda]`. Expected before the first run. Host driver:
 at least 1.5 million threads a second for a vector add with all checks on, at least 0.5 million for a reduction of 256
 threads with its barriers, and the vector add at least at 0.5 of NumPy's speed. H200: bandwidth of a vector add at least
 0.97 of the same kernel in CUDA C++; a launch with two arrays at most 1.5 times `launch` of cuda.core with the same four

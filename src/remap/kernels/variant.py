@@ -215,7 +215,8 @@ class Variant:
             if not isinstance(kind, Scalar):
                 return None
             layout = struct.Struct(_CODES[f"{kind.dtype.kind}{kind.dtype.itemsize}"])
-            found.append((index, type(arguments[index]), layout, start + self._offsets[value]))
+            given: Any = arguments[index]
+            found.append((index, given.__class__, layout, start + self._offsets[value]))
             value += 1
         return found
 
