@@ -16,7 +16,7 @@ from remap import lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
 
-__all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "use"]
+__all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "opened", "use"]
 
 NAMES = ("cuda", "host")
 """The drivers there are, in the order in which they are tried."""
@@ -92,6 +92,11 @@ def current() -> Driver:
             _set(open(os.environ.get("REMAP_DRIVER") or None))
         assert _choice.driver is not None
         return _choice.driver
+
+
+def opened() -> Driver | None:
+    """Return the driver that this process uses, None while it has opened none."""
+    return _choice.driver if _choice.epoch == lifetime.epoch() else None
 
 
 def use(driver: str | Driver, **options: Any) -> Driver:

@@ -1,0 +1,134 @@
+"""Listening to a driver: every call that anyone makes of it, whoever holds it, for as long as somebody listens.
+
+Objects hold their driver, so it cannot be changed for a wrapper while they live. Instead its methods are covered by
+instance attributes for the time of a trace, and uncovered after it: who does not listen pays nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from itertools import islice
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any, TypeAlias, cast
+
+from remap.errors import DriverError
+from remap.types import Location
+
+CallRecord: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any] | None, Any, str | None, int, int, int]
+"""Method, arguments, keywords, result, error, start and duration in ns, and thread of one call."""
+
+Listener: TypeAlias = Callable[[CallRecord], None]
+
+# Calls whose arguments hold objects of the program, which a record must not keep alive.
+_HEAVY = frozenset({"launch", "graph_add_kernel", "launch_host_function", "graph_add_host", "load_module"})
+_MISSING = object()
+_MOST = 1000  # entries of a list that a record keeps
+
+
+class Tap:
+    """The cover over the methods of one driver."""
+
+    def __init__(self, driver: Any, listeners: list[Listener]) -> None:
+        self.driver = driver
+        self.listening = True
+        self._covered: dict[str, Any] = {}
+        kind: Any = type(driver)
+        for name in dir(driver):
+            if name.startswith("_") or isinstance(inspect.getattr_static(kind, name, None), property):
+                continue
+            call = getattr(driver, name)
+            if inspect.isroutine(call):
+                self._covered[name] = driver.__dict__.get(name, _MISSING)
+                setattr(driver, name, self._cover(name, call, listeners))
+
+    def remove(self) -> None:
+        """Uncover the methods. What still holds a covered one (a bound method kept somewhere) records nothing."""
+        self.listening = False
+        for name, before in self._covered.items():
+            if before is _MISSING:
+                delattr(self.driver, name)
+            else:
+                setattr(self.driver, name, before)
+        self._covered.clear()
+
+    def _cover(self, name: str, call: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
+        heavy = name in _HEAVY
+
+        def heard(*arguments: Any, **keywords: Any) -> Any:
+            if not self.listening:
+                return call(*arguments, **keywords)
+            start = perf_counter_ns()
+            result, reason = None, None
+            try:
+                result = call(*arguments, **keywords)
+            except BaseException as error:
+                reason = error.name if isinstance(error, DriverError) else type(error).__name__
+                raise
+            finally:
+                duration = perf_counter_ns() - start
+                said = tuple([as_value(one) for one in arguments]) if heavy else arguments
+                # None for no keywords: a record of plain values alone is nothing that the garbage collector looks at.
+                record = (name, said, keywords or None, result, reason, start, duration, get_ident())
+                for listener in listeners:
+                    listener(record)
+            return result
+
+        heard.__name__ = name
+        return heard
+
+
+class Taps:
+    """The drivers that are listened to, each once, whatever the number of listeners."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self._taps: list[Tap] = []
+
+    def add(self, driver: Any) -> None:
+        """Listen to a driver, if not already."""
+        if not any(tap.driver is driver for tap in self._taps):
+            self._taps.append(Tap(driver, self.listeners))
+
+    def clear(self) -> None:
+        """Listen to nobody any more."""
+        while self._taps:
+            self._taps.pop().remove()
+
+
+taps = Taps()
+
+
+def _forget() -> None:
+    """Record nothing in a forked child: what it would write is the parent's."""
+    taps.listeners.clear()
+    taps.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def as_value(value: Any) -> Any:
+    """Return an argument or a result as a value that JSON can hold; what is no value is named by its type."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Location):
+        return str(value)
+    if isinstance(value, str):
+        return value[:1000]
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": len(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: as_value(getattr(value, one.name)) for one in fields(value) if one.name[0] != "_"}
+    if isinstance(value, Mapping):
+        pairs = islice(value.items(), _MOST)
+        return {str(as_value(key)): as_value(one) for key, one in pairs}
+    if isinstance(value, Sequence | frozenset | set):
+        return [as_value(one) for one in islice(cast("Iterable[Any]", value), _MOST)]
+    return {"object": getattr(value, "__qualname__", type(value).__qualname__)}
