@@ -3,9 +3,10 @@
 PYTHON ?= python3
 ARGS ?=
 STAMP := .venv/.installed
+DOCS := .venv/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt clean
+.PHONY: help setup demo test check docs fmt clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +32,15 @@ check: $(STAMP) ## check format, lint and types
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/pyright
+
+# The documentation's tools are not needed for anything else, so they come with the first build of it.
+$(DOCS): $(STAMP)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS) ## build the documentation into build/docs: notebooks run, warnings are errors
+	.venv/bin/python -m sphinx -W --keep-going -q -j auto -d build/doctrees -b html docs build/docs $(ARGS)
+	@echo "Open build/docs/index.html"
 
 fmt: $(STAMP) ## format the code and apply the safe fixes of the linter
 	.venv/bin/ruff format .

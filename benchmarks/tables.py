@@ -1,6 +1,6 @@
 """Write the newest measured figures into the tables of the documentation.
 
-    python benchmarks/tables.py            # changes docs/memory-kinds.md and docs/memory-hierarchy.md
+    python benchmarks/tables.py            # changes README.md, docs/memory-kinds.md and docs/memory-hierarchy.md
 
 Each table stands between `<!-- figures: NAME -->` and `<!-- end -->`, and is made anew from benchmarks/results. It
 needs neither a driver nor remap.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,97 @@ def levels(results: dict[str, Any]) -> str:
     return table(["level", "size", "latency, cycles", "latency, ns"], rows)
 
 
+# What the README says, a line each: the benchmark, what was done, its figure, and what it is measured against.
+Line = tuple[str, str, Callable[[Any], str], Callable[[Any], str]]
+LINES: tuple[Line, ...] = (
+    (
+        "foundation",
+        "allocate and close 64 MiB",
+        lambda at: f"{at['allocate and close']['64 MiB, µs']['remap']:.0f} µs",
+        lambda at: f"{at['allocate and close']['64 MiB, µs']['raw']:.0f} µs: the same calls of cuda-bindings",
+    ),
+    (
+        "foundation",
+        "vector add on memory made of 2 MiB chunks",
+        lambda at: f"{at['vector add']['2 MiB chunks, GB/s']:,.0f} GB/s",
+        lambda at: f"{at['vector add']['plain, GB/s']:,.0f} GB/s: on plain `cuMemAlloc` memory",
+    ),
+    (
+        "elastic",
+        "grow to 8 GiB in steps of 2 MiB, each step",
+        lambda at: f"{at['growth to 8192 MiB in 2 MiB requests']['geometric']['mean']:.1f} µs",
+        lambda at: (
+            f"{at['growth to 8192 MiB in 2 MiB requests']['raw, µs a request']:.1f} µs: "
+            "create, map and set access"
+        ),
+    ),
+    (
+        "residency",
+        "pause 8 GiB, contents kept in prepared host memory",
+        lambda at: f"{at['8 × 1 GiB']['prepared: GB/s down and up'][0]:.1f} GB/s",
+        lambda at: f"{at['link, GB/s']['down']:.1f} GB/s: the link",
+    ),
+    (
+        "residency",
+        "resume them",
+        lambda at: f"{at['8 × 1 GiB']['prepared: GB/s down and up'][1]:.1f} GB/s",
+        lambda at: f"{at['link, GB/s']['up']:.1f} GB/s: the link",
+    ),
+    (
+        "residency",
+        "resume 32 layers of 256 MiB: the first can be used after",
+        lambda at: f"{at['first of 32 layers, 8 GiB']['first layer, ms']:.1f} ms",
+        lambda at: f"{at['first of 32 layers, 8 GiB']['all layers, ms']:.0f} ms: all of them",
+    ),
+    (
+        "sharing",
+        "open 10 GiB of another process, until its first use",
+        lambda at: f"{at['open']['remap, from asking to first use, with the journey, ms']:.2f} ms",
+        lambda at: (
+            f"{at['open']['raw export, import, map, access and use, ms']:.2f} ms: the driver calls alone"
+        ),
+    ),
+    (
+        "kernels",
+        "vector add, the kernel written in Python",
+        lambda at: f"{at['vector add']['Python, GB/s']:,.0f} GB/s",
+        lambda at: f"{at['vector add']['CUDA C++, GB/s']:,.0f} GB/s: the same kernel in CUDA C++",
+    ),
+    (
+        "kernels",
+        "launch a kernel with two arrays",
+        lambda at: f"{at['launch with two arrays, µs']['remap, Python kernel']:.1f} µs",
+        lambda at: f"{at['launch with two arrays, µs']['cuda.core']:.1f} µs: `launch` of cuda.core",
+    ),
+    (
+        "graphs",
+        "launch a graph that allocates, with two buffers",
+        lambda at: f"{at['launch']['2 buffers, µs']['remap']:.1f} µs",
+        lambda at: f"{at['launch']['2 buffers, µs']['raw']:.1f} µs: `cuGraphLaunch` alone",
+    ),
+)
+
+
+def readme(where: str) -> str:
+    """Return the lines whose benchmarks have run on a machine."""
+    runs = {name: newest(name, where) for name in dict.fromkeys(line[0] for line in LINES)}
+    rows = [
+        [what, own(run["figures"]), beside(run["figures"])]
+        for name, what, own, beside in LINES
+        if (run := runs[name]) is not None
+    ]
+    return table(["what", "remap", "to compare"], rows)
+
+
 TABLES = {
     "kinds-h200": ("typed", "h200", kinds),
     "kinds-host": ("typed", "host", kinds),
     "releases-h200": ("typed", "h200", releases),
     "releases-host": ("typed", "host", releases),
     "levels-h200": ("hierarchy", "h200", levels),
+    "readme-h200": ("foundation", "h200", lambda _: readme("h200")),
 }
-DOCUMENTS = ("docs/memory-kinds.md", "docs/memory-hierarchy.md")
+DOCUMENTS = ("README.md", "docs/memory-kinds.md", "docs/memory-hierarchy.md")
 
 
 def filled(text: str) -> str:

@@ -1,0 +1,248 @@
+"""The reference, written at each build from the library itself: public names by room, and every command.
+
+Nothing is listed by hand: a new name in `remap.__all__` appears by its room, a new command by being added to `remap`.
+A room that no page takes stops the build, and so does a public name that did not arrive in the index.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+import remap
+from remap.cli import cli
+
+HERE = Path(__file__).parent
+OUT = HERE / "reference"
+NAME = re.compile(r"remap(\.\w+)+")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the reference, and the rooms whose names it lists."""
+
+    file: str
+    title: str
+    rooms: tuple[str, ...]
+    about: str
+
+
+PAGES = (
+    Page(
+        "objects",
+        "Allocations, reservations, mappings",
+        ("handles",),
+        "The four things that programs call memory, one object each. Sizes here are strict: whole granules.",
+    ),
+    Page(
+        "buffers",
+        "Buffers",
+        ("buffers.base", "buffers.elastic", "buffers.ring", "buffers.shares", "chunks"),
+        "Memory under one address that stays: striped, growing, sparse, or twice in a row. Sizes are rounded up.",
+    ),
+    Page(
+        "typed",
+        "Typed memory and arrays",
+        ("buffers", "arrays", "foreign"),
+        "Arrays of one type that own their memory, and views for NumPy, CuPy, torch and Numba. "
+        "Which to take: [](../memory-kinds.md).",
+    ),
+    Page(
+        "residency",
+        "Pause, resume, migrate",
+        ("residency",),
+        "Give memory back and keep the address. How it behaves: [](../residency.md).",
+    ),
+    Page(
+        "sharing",
+        "Sharing between processes",
+        ("sharing",),
+        "Export, open, the broker and exchanges between ranks. How it behaves: [](../sharing.md).",
+    ),
+    Page(
+        "symmetric",
+        "Symmetric buffers and multicast",
+        ("sharing.symmetric", "sharing.multicast", "collectives"),
+        "Every rank's memory side by side. How it behaves: [](../symmetric-and-multicast.md).",
+    ),
+    Page(
+        "graphs",
+        "Graphs and their memory",
+        ("graphs",),
+        "Graphs that allocate, and what they hold. How it behaves: [](../graph-memory.md).",
+    ),
+    Page(
+        "kernels",
+        "Kernels and launches",
+        ("kernels",),
+        "Kernels in CUDA C++ and in Python. Names such as `index_1d` mean something inside of kernels only.",
+    ),
+    Page(
+        "devices",
+        "Drivers, devices, streams",
+        ("drivers", "locations", "streams", "lifetime"),
+        "What work runs on, and in which order.",
+    ),
+    Page("observe", "See it", ("observe", "sites"), "Snapshots, maps, traces and leaks."),
+    Page("values", "Sizes and values", ("sizes", "types"), "Frozen values that calls take and return."),
+    Page(
+        "errors",
+        "Errors",
+        ("errors",),
+        "What went wrong, which rule says so, and the next step. When what remains true: "
+        "[](../explain/failure-rules.md).",
+    ),
+)
+
+
+def page_of(room: str) -> Page:
+    """Return the page that lists a room: the one that names it most closely."""
+    parts = room.split(".")
+    for length in range(len(parts), 0, -1):
+        for page in PAGES:
+            if ".".join(parts[:length]) in page.rooms:
+                return page
+    raise LookupError(f"the room {room!r} is on no page of the reference: add it to docs/reference_pages.py")
+
+
+def names_by_page() -> dict[Page, list[str]]:
+    """Return every public name, under the page that lists it, in the order of the facade."""
+    found: dict[Page, list[str]] = {page: [] for page in PAGES}
+    for name in remap.__all__:
+        found[page_of(remap._NAMES[name][0])].append(name)
+    return found
+
+
+def torch_names() -> list[str]:
+    """Return the public names of `remap.torch`, read from its source, as torch may not be here."""
+    source = (HERE.parent / "src" / "remap" / "integrations" / "torch.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(node.value))
+    raise LookupError("integrations/torch.py has no __all__")
+
+
+def commands(
+    command: click.Command = cli, path: tuple[str, ...] = ("remap",)
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield every command with the words that call it, the groups before their members."""
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, one in command.commands.items():
+            yield from commands(one, (*path, name))
+
+
+def directive(name: str) -> str:
+    """Return the directive that documents one public name."""
+    thing = getattr(remap, name)
+    if isinstance(thing, int) and not isinstance(thing, bool):
+        return f".. py:data:: remap.{name}\n   :value: {thing}\n\n   {thing:,} bytes."
+    if not isinstance(thing, type):
+        if callable(thing):
+            return f".. autofunction:: remap.{name}"
+        return f".. py:data:: remap.{name}\n\n   {(thing.__doc__ or '').splitlines()[0]}"
+    lines = [f".. autoclass:: remap.{name}"]
+    if issubclass(thing, BaseException):
+        lines.append("   :show-inheritance:")
+    else:
+        lines.append("   :inherited-members: object, int, str, tuple, Enum, Protocol, Generic")
+    return "\n".join(lines)
+
+
+def page_text(page: Page, names: list[str]) -> str:
+    """Return one page in Markdown."""
+    blocks = "\n\n".join(directive(name) for name in names)
+    return f"# {page.title}\n\n{page.about}\n\n```{{eval-rst}}\n{blocks}\n```\n"
+
+
+def torch_text() -> str:
+    """Return the page of `remap.torch`."""
+    blocks = "\n\n".join(f".. autodata:: remap.torch.{name}" for name in torch_names())
+    return f"# remap.torch\n\nTensors in memory of remap; needs torch.\n\n```{{eval-rst}}\n{blocks}\n```\n"
+
+
+def commands_text() -> str:
+    """Return the page of the commands: what `--help` prints."""
+    parts = [
+        "# Commands\n\nExit statuses: 0 for success, 1 for failure or an error, 2 for waived (what was asked for needs "
+        "something that is not here), 64 for misuse of the command. `REMAP_DEBUG=1` adds to an error where it "
+        "comes from.\n"
+    ]
+    for path, command in commands():
+        context: click.Context | None = None
+        for word in path:
+            context = click.Context(
+                command, info_name=word, parent=context, max_content_width=88, terminal_width=88
+            )
+        assert context is not None
+        title = " ".join(path)
+        parts.append(f"## {title}\n\n```text\n{command.get_help(context).strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def pages() -> dict[str, str]:
+    """Return every page of the reference: file name, and text."""
+    found = {page.file: page_text(page, names) for page, names in names_by_page().items() if names}
+    found["torch"] = torch_text()
+    found["commands"] = commands_text()
+    entries = "\n".join(found)
+    found["index"] = f"# Reference\n\n```{{toctree}}\n{entries}\n```\n"
+    return {f"{name}.md": text for name, text in found.items()}
+
+
+def write(_: Any = None) -> None:
+    """Write the pages; one that is as it was is left alone, so that Sphinx does not read it again."""
+    OUT.mkdir(exist_ok=True)
+    wanted = pages()
+    for path in OUT.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        path = OUT / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def link_names(app: Any, tree: Any) -> None:
+    """Make links of names such as `remap.Buffer.chunks` that stand as code in Markdown pages."""
+    from docutils import nodes
+    from sphinx import addnodes
+
+    del app
+    for code in list(tree.findall(nodes.literal)):
+        text = code.astext()
+        if NAME.fullmatch(text) and not isinstance(code.parent, nodes.reference | addnodes.pending_xref):
+            options = {"refdomain": "py", "reftype": "obj", "reftarget": text, "refexplicit": True}
+            code.replace_self(addnodes.pending_xref("", code.deepcopy(), refwarn=False, **options))
+
+
+def hide_constructor(_: Any, what: str, __: str, thing: Any, *___: Any) -> tuple[str, str] | None:
+    """Show no arguments of a class that users do not construct: its docstring says what makes it."""
+    return ("", "") if what == "class" and "Made by `" in (thing.__doc__ or "") else None
+
+
+def check_index(app: Any, env: Any) -> None:
+    """Warn, which stops the build, of public names that are not in the index."""
+    from sphinx.util import logging
+
+    del app
+    known = env.get_domain("py").objects
+    wanted = [f"remap.{name}" for name in remap.__all__] + [f"remap.torch.{name}" for name in torch_names()]
+    for name in wanted:
+        if name not in known:
+            logging.getLogger(__name__).warning("%s is public and not in the reference", name)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Take part in the build."""
+    app.connect("builder-inited", write)
+    app.connect("autodoc-process-signature", hide_constructor)
+    app.connect("doctree-read", link_names)
+    app.connect("env-check-consistency", check_index)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
