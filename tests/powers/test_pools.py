@@ -171,7 +171,7 @@ def test_plain_free_of_pool_memory(desk: Desk, pool: SupportsPools) -> None:
 
 
 def test_absurd_and_empty_sizes(desk: Desk, pool: SupportsPools) -> None:
-    """More than there is is refused, and the pool goes on; no bytes are refused on the host (CUDA was seen to give some)."""
+    """More than there is is refused, and the pool goes on; so are no bytes, which CUDA was seen to accept."""
     stream = desk.stream()
     with pytest.raises(OutOfMemoryError):
         pool.pool_allocate(1 << 46, stream)
