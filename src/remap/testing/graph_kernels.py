@@ -19,7 +19,7 @@ extern "C" __global__ void hold(long long ticks)
     while (clock64() - start < ticks) { }
 }
 """
-HOLD_MS = 100  # how long a kernel holds on a GPU, where nothing can release it
+HOLD_MS = 200  # how long a kernel holds on a GPU, where nothing can release it
 
 
 class Kernels:
