@@ -63,7 +63,7 @@ class Writer:
         opening: list[str] = []
         for name, kind in kernel.parameters:
             if isinstance(kind, Array):
-                extents = [f"{name}_n{axis}" for axis in range(1, kind.ndim)]
+                extents = [f"{name}_n{axis}" for axis in kind.axes]
                 numbers = [f"{name}_n", *extents]
                 element = self.name_of(
                     ir.Scalar(kind.dtype) if kind.dtype.fields is None else Record(kind.dtype)
@@ -208,7 +208,7 @@ class Writer:
             case ir.Shared(name=name, dtype=dtype, shape=shape, align=align):
                 element = self.name_of(Scalar(dtype))
                 self.put(f"__shared__ __align__({align}) {element} {name}_m[{math.prod(shape)}];")
-                extents = "".join(f", {extent}" for extent in shape[1:])
+                extents = "".join(f", {extent}" for extent in (shape if len(shape) > 1 else ()))
                 self.put(
                     f"const array<{element}, {len(shape)}> {name}{{{name}_m, {math.prod(shape)}{extents}}};"
                 )

@@ -44,6 +44,11 @@ class Array:
     dtype: np.dtype[Any]
     ndim: int
 
+    @property
+    def axes(self) -> range:
+        """The axes whose extents go along with the length: none where there is one axis only."""
+        return range(self.ndim if self.ndim > 1 else 0)
+
     def __str__(self) -> str:
         """Return what a user would call it."""
         names = {"slice": "Slice", "disjoint": "DisjointSlice", "unchecked": "unchecked view"}

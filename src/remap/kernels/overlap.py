@@ -8,6 +8,7 @@ owns the address, until that object's memory changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from remap.errors import DriverError, LaunchError
@@ -48,12 +49,16 @@ def physical(span: Span) -> Physical:
     if known is not None and known.version == version:
         return known
     driver, pieces = span._driver, list[Piece]()
-    for start, size in span._ranges():
-        at = start
-        while at < start + size:
-            piece = _piece(driver, at, start + size)
-            pieces.append(piece)
-            at = piece.address + piece.size
+    places = span.accessing
+    with (
+        places[0].current() if places else nullcontext()
+    ):  # not every question can be asked without a context
+        for start, size in span._ranges():
+            at = start
+            while at < start + size:
+                piece = _piece(driver, at, start + size)
+                pieces.append(piece)
+                at = piece.address + piece.size
     identities = frozenset(piece.identity for piece in pieces)
     found = Physical(version, identities, tuple(pieces), len(identities) < len(pieces))
     span.__dict__["_physical"] = found

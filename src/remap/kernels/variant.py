@@ -210,7 +210,7 @@ class Variant:
         start, value = 8 * len(self._offsets), 0  # pointers first, then values
         for index, (_, kind) in enumerate(self.kernel.parameters):
             if isinstance(kind, Array):
-                value += 1 + kind.ndim
+                value += 2 + len(kind.axes)
                 continue
             if not isinstance(kind, Scalar):
                 return None
@@ -227,7 +227,7 @@ class Variant:
             if isinstance(kind, Array):
                 elements = f"{name[2:]}: number of elements ({kind.dtype})"
                 codes += [("P", 8, f"{name[2:]}: address"), ("q", 8, elements)]
-                codes += [("q", 8, f"{name[2:]}: extent {axis}") for axis in range(1, kind.ndim)]
+                codes += [("q", 8, f"{name[2:]}: extent {axis}") for axis in kind.axes]
             elif isinstance(kind, Scalar):
                 code = _CODES[f"{kind.dtype.kind}{kind.dtype.itemsize}"]
                 codes.append((code, kind.dtype.itemsize, f"{name[2:]}: {kind.dtype}"))
@@ -276,7 +276,7 @@ class Variant:
                 view = views[index]
                 raw.append(view.address)
                 raw.append(_count(view.shape))
-                raw.extend(view.shape[1:])
+                raw.extend(view.shape[axis] for axis in kind.axes)
             elif isinstance(kind, Scalar):
                 raw.append(self.number(name, kind, arguments[index]))
             elif not is_empty(kind):

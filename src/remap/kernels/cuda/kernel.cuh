@@ -122,16 +122,13 @@ template <class T> struct array<T, 1> {
 };
 template <class T> struct array<T, 2> {
     T *p;
-    long long n, n1;
-    __device__ long long extent(int axis) const { return axis < 0 ? n : axis == 1 ? n1 : n1 ? n / n1 : 0; }
+    long long n, n0, n1;
+    __device__ long long extent(int axis) const { return axis < 0 ? n : axis == 0 ? n0 : n1; }
 };
 template <class T> struct array<T, 3> {
     T *p;
-    long long n, n1, n2;
-    __device__ long long extent(int axis) const
-    {
-        return axis < 0 ? n : axis == 2 ? n2 : axis == 1 ? n1 : n1 * n2 ? n / (n1 * n2) : 0;
-    }
+    long long n, n0, n1, n2;
+    __device__ long long extent(int axis) const { return axis < 0 ? n : axis == 0 ? n0 : axis == 1 ? n1 : n2; }
 };
 
 __device__ inline bool inside(long long i, long long n) { return (unsigned long long)i < (unsigned long long)n; }
@@ -146,12 +143,12 @@ template <class T> __device__ inline T &at(const array<T, 1> &a, long long i)
 }
 template <class T> __device__ inline T &at(const array<T, 2> &a, long long i, long long j)
 {
-    require(inside(i, a.extent(0)) && inside(j, a.n1));
+    require(inside(i, a.n0) && inside(j, a.n1));
     return a.p[i * a.n1 + j];
 }
 template <class T> __device__ inline T &at(const array<T, 3> &a, long long i, long long j, long long k)
 {
-    require(inside(i, a.extent(0)) && inside(j, a.n1) && inside(k, a.n2));
+    require(inside(i, a.n0) && inside(j, a.n1) && inside(k, a.n2));
     return a.p[(i * a.n1 + j) * a.n2 + k];
 }
 
@@ -161,11 +158,11 @@ template <class T> __device__ inline T get(const array<T, 1> &a, T other, long l
 }
 template <class T> __device__ inline T get(const array<T, 2> &a, T other, long long i, long long j)
 {
-    return inside(i, a.extent(0)) && inside(j, a.n1) ? a.p[i * a.n1 + j] : other;
+    return inside(i, a.n0) && inside(j, a.n1) ? a.p[i * a.n1 + j] : other;
 }
 template <class T> __device__ inline T get(const array<T, 3> &a, T other, long long i, long long j, long long k)
 {
-    return inside(i, a.extent(0)) && inside(j, a.n1) && inside(k, a.n2) ? a.p[(i * a.n1 + j) * a.n2 + k] : other;
+    return inside(i, a.n0) && inside(j, a.n1) && inside(k, a.n2) ? a.p[(i * a.n1 + j) * a.n2 + k] : other;
 }
 
 __device__ inline long long dynamic_size()
