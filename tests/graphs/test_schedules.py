@@ -102,7 +102,8 @@ ACTIONS = st.lists(
     max_examples=25 if os.environ.get("REMAP_DRIVER", "host") == "host" else 8,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     deadline=None,
-) @ given(actions=ACTIONS)
+)
+@given(actions=ACTIONS)
 def test_schedules(
     pool: GraphPool,
     streams: Callable[[], remap.Stream],
