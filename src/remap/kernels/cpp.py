@@ -122,8 +122,12 @@ class Writer:
             kind: Type = Record(inner) if inner.fields is not None else Scalar(inner)
             fields.append(f"{self.name_of(kind)} m_{field};")
         name = self.names[key] = f"structure_{len(self.names)}"
+        # Spelled as the compiler's own offsetof macro is: NVRTC 12.9 and 13.0 do not know __builtin_offsetof.
+        place = (
+            'static_assert((unsigned long long)__INTADDR__(&(({name}*)0)->m_{field}) == {offset}, "{field}");'
+        )
         checks = [
-            f'static_assert(__builtin_offsetof({name}, m_{field}) == {field_offset(dtype, field)}, "{field}");'
+            place.format(name=name, field=field, offset=field_offset(dtype, field))
             for field in dtype.names or ()
         ]
         checks.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "size");')
