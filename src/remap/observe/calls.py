@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import islice
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from remap.errors import DriverError
 from remap.types import Location
@@ -126,9 +126,9 @@ def as_value(value: Any) -> Any:
         return {"bytes": len(value)}
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: as_value(getattr(value, one.name)) for one in fields(value) if one.name[0] != "_"}
+    many: Any = value
     if isinstance(value, Mapping):
-        pairs = islice(value.items(), _MOST)
-        return {str(as_value(key)): as_value(one) for key, one in pairs}
+        return {str(as_value(key)): as_value(one) for key, one in islice(many.items(), _MOST)}
     if isinstance(value, Sequence | frozenset | set):
-        return [as_value(one) for one in islice(cast("Iterable[Any]", value), _MOST)]
+        return [as_value(one) for one in islice(many, _MOST)]
     return {"object": getattr(value, "__qualname__", type(value).__qualname__)}

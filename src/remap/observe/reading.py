@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 from remap.errors import InvalidValueError
 from remap.sizes import LARGEST, MiB, format_size
@@ -92,7 +92,7 @@ def check_list(value: Any, what: str, length: int | None = None) -> list[Any]:
     """Return a list, of a given length if one is named."""
     if not isinstance(value, list):
         raise InvalidValueError(what, rule="it is not a list")
-    found = cast("list[Any]", value)
+    found: list[Any] = value  # pyright: ignore[reportUnknownVariableType] # mypy knows that it is one
     if length is not None and len(found) != length:
         raise InvalidValueError(what, rule=f"it has {len(found)} entries, and not {length}")
     return found

@@ -56,8 +56,8 @@ class Trace:
     def calls(self) -> tuple[Call, ...]:
         """The driver calls so far, in the order in which they ended."""
         return tuple(
-            Call(name, arguments, keywords or {}, *rest)
-            for name, arguments, keywords, *rest in self._records.copy()
+            Call(name, said, named or {}, result, error, start, duration, thread)
+            for name, said, named, result, error, start, duration, thread in self._records.copy()
         )
 
     def __enter__(self) -> Self:
