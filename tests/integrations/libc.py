@@ -7,6 +7,7 @@ to prove that callbacks run while another thread has the GIL, which the host dri
 from __future__ import annotations
 
 import ctypes
+import importlib
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ def c_function(library: Any, name: str, *arguments: Any) -> Any:
 
 def libc_functions(budget: int) -> tuple[Functions, Any]:
     """Return functions over a budget of bytes, and the array whose first element says what is left."""
-    import numba
-
+    numba: Any = importlib.import_module("numba")
     library = ctypes.CDLL(None)
     i64 = ctypes.c_int64
     mmap = c_function(library, "mmap", i64, i64, i64, i64, i64, i64)
@@ -109,14 +109,14 @@ def functions_of_host() -> Functions:
     return functions_of(remap.driver())
 
 
-def native_thread(allocate: int, free: int, rounds: int) -> tuple[Any, Any]:
+def native_thread(allocate: int, free: int, rounds: int, *, touch: bool = True) -> tuple[Any, Any]:
     """Return a call that starts a native thread, one that Python never hears of, and the array it writes into.
 
-    From a given time on the thread allocates and frees `rounds` times. It writes: when to begin (nanoseconds of
-    CLOCK_MONOTONIC), when it began, when it ended, how many rounds went well, and 1 when all is written.
+    From a given time on the thread allocates and frees `rounds` times; with `touch`, it writes there in between. It
+    writes into the array: when to begin (nanoseconds of CLOCK_MONOTONIC), when it began, when it ended, how many rounds
+    went well, and 1 when all is written.
     """
-    import numba
-
+    numba: Any = importlib.import_module("numba")
     library = ctypes.CDLL(None)
     i64 = ctypes.c_int64
     clock_gettime = c_function(library, "clock_gettime", i64, i64)
@@ -124,11 +124,11 @@ def native_thread(allocate: int, free: int, rounds: int) -> tuple[Any, Any]:
     call_free = ctypes.CFUNCTYPE(None, i64, i64, ctypes.c_int, i64)(free)
     peek, poke = _memory(numba)
 
-    def now(scratch: int) -> int:
+    def read_clock(scratch: int) -> Any:
         clock_gettime(1, scratch)
         return peek(scratch) * 1_000_000_000 + peek(scratch + 8)
 
-    now = numba.njit(now)
+    now: Any = numba.njit(read_clock)
 
     def work(told: int) -> int:
         scratch = told + 64
@@ -139,7 +139,8 @@ def native_thread(allocate: int, free: int, rounds: int) -> tuple[Any, Any]:
         for _ in range(rounds):
             address = call_allocate(3 << 20, 0, 0)
             if address != 0:
-                poke(address, 1)
+                if touch:
+                    poke(address, 1)
                 call_free(address, 3 << 20, 0, 0)
                 done += 1
         poke(told + 16, now(scratch))

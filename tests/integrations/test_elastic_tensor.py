@@ -70,9 +70,10 @@ def test_it_sleeps_with_its_pool(torch: Any, machine: Any) -> None:
     pointer = cache.data_ptr
     machine.sleep("kv")
     assert cache.asleep
-    for use in (lambda: cache.tensor, lambda: cache.resize(4)):
-        with pytest.raises(remap.PausedError):
-            use()
+    with pytest.raises(remap.PausedError):
+        _ = cache.tensor
+    with pytest.raises(remap.PausedError):
+        cache.resize(4)
     machine.wake("kv")
     cache.resize(4)
     assert cache.tensor.data_ptr() == pointer
@@ -127,7 +128,7 @@ def test_poisoned_rows(torch: Any, machine: Any) -> None:
 
 def test_a_buffer_as_a_tensor(torch: Any, machine: Any) -> None:
     """No copy, any type of torch, any part; the buffer stays open while the tensor lives (trap 26)."""
-    users = [0, remap.Host()] if remap.driver().name == "host" else [0]
+    users: Any = [0, remap.Host()] if remap.driver().name == "host" else [0]
     with remap.allocate(2 * MiB, resident=0, accessing=users) as buffer:
         tensor = machine.tensor(buffer, torch.bfloat16, (4, 8), offset=1024)
         tensor.fill_(2)

@@ -121,7 +121,7 @@ def test_freed_during_a_capture(table: Any) -> None:
     """Nothing is waited for or unmapped then; `drain` does it, and so does an allocation that finds no memory."""
     one, pool, left = table
     allocate, free = calls(one, pool)
-    for give_back in (lambda: one.drain(0), lambda: free(allocate(BUDGET, 0, 0), BUDGET, 0, 0)):
+    for by_allocation in (False, True):
         address = allocate(2 * MiB, 0, 0)
         one.set_captures(1)
         free(address, 2 * MiB, 0, 0)
@@ -129,7 +129,10 @@ def test_freed_during_a_capture(table: Any) -> None:
         assert left[0] == BUDGET - 2 * MiB
         assert allocate(BUDGET, 0, 0) == 0
         one.set_captures(0)
-        give_back()
+        if by_allocation:
+            free(allocate(BUDGET, 0, 0), BUDGET, 0, 0)
+        else:
+            one.drain(0)
         assert one.counters(0).pending == 0
         assert left[0] == BUDGET
 
@@ -150,7 +153,8 @@ def test_callbacks_run_while_another_thread_has_the_gil(table: Any, record_prope
     """A native thread allocates and frees while a call keeps the GIL for a second (trap 24)."""
     one, pool, _ = table
     rounds = 2000
-    start, told = libc.native_thread(*one.entry(pool), rounds)
+    allocate, free = one.entry(pool)
+    start, told = libc.native_thread(allocate, free, rounds)
     python = ctypes.PyDLL(None)  # unlike CDLL, it keeps the GIL for the whole call
     start(time.monotonic_ns() + 50_000_000)
     held_from = time.monotonic_ns()

@@ -103,12 +103,13 @@ def test_an_entered_pool_cannot_sleep(machine: Any) -> None:
 
 def test_an_exception_inside_of_a_block(machine: Any) -> None:
     """It passes through unchanged, and the pool can be used and put to sleep after it."""
+    made: list[Any] = []
     with pytest.raises(ZeroDivisionError), machine.pool("weights"):
-        tensor = machine.empty(10).fill_(2)
+        made.append(machine.empty(10).fill_(2))
         raise ZeroDivisionError
     machine.sleep("weights")
     machine.wake("weights")
-    assert float(tensor.sum()) == 20
+    assert float(made[0].sum()) == 20
     with pytest.raises(remap.InvalidValueError, match="in no pool"):
         machine.empty(1)
 

@@ -56,9 +56,9 @@ class AdoptedBuffer(Buffer):
         self._opened()
 
     @contextmanager
-    def _taking(self, doing: str) -> Generator[None]:
+    def _taking(self, doing: str, blind: bool = True) -> Generator[None]:
         """Hold the record while the memory is taken away, and for as long as the buffer is paused after that."""
-        with super()._taking(doing):
+        with super()._taking(doing, blind):
             if not self._paused and not self._table.hold(self.device, self.record):
                 raise InUseError(
                     f"{self.describe()} to be {doing}",

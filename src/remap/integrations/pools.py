@@ -122,23 +122,28 @@ class Pool:
                 taken.clear()  # otherwise what they cache goes back here
 
     @contextmanager
-    def graph(self, graph: Any, **options: Any) -> Generator[Pool]:
-        """Capture into a `torch.cuda.CUDAGraph` whose memory lies in this pool: `torch.cuda.graph(graph, **options)`.
+    def graph(self, graph: Any, *, pool: Any = None, **options: Any) -> Generator[Pool]:
+        """Capture into a `torch.cuda.CUDAGraph` whose memory lies in this pool; options are `torch.cuda.graph`'s.
 
-        Do not enter it inside of a block of the same pool. The graph stays valid over sleep and wake; it must not be
+        Captures with the same `pool`, any handle of torch's, share memory, with torch's rules for that; it is never
+        used itself. Enter this outside of blocks of the same pool. The graph stays valid over sleep and wake; it must not be
         replayed while the pool sleeps.
         """
         at = torch.cuda.current_device()
         with self._visiting([at]):
-            options.setdefault("pool", self._route(at).for_graphs().id)
-            with lifetime.capturing(), self._memory.capturing(), torch.cuda.graph(graph, **options):
+            mem_pool = self._route(at).for_graphs(pool)
+            with (
+                lifetime.capturing(),
+                self._memory.capturing(),
+                torch.cuda.graph(graph, pool=mem_pool.id, **options),
+            ):
                 yield self
 
     def graph_pool(self, device: DeviceLike | None = None) -> tuple[int, int]:
-        """Return what `torch.cuda.graph(pool=…)` and vLLM's captures take, to put graphs' memory into this pool."""
+        """Return a handle for `torch.cuda.graph(pool=…)`, for captures whose memory is to lie in this pool."""
         at = torch.cuda.current_device() if device is None else _index(device)
         with self._visiting([at]):
-            found: tuple[int, int] = self._route(at).for_graphs().id
+            found: tuple[int, int] = self._route(at).for_graphs(self.tag).id
         return found
 
     # -- for sleeping: `sleeping` has made sure that nobody is inside --
@@ -222,7 +227,7 @@ class Pool:
             for at in range(count):
                 if device(at).capabilities["multicast"]:
                     wanted = MulticastProperties(max(count, 1), size, properties[at].handle_types)
-                    size = max(size, driver.multicast_granularity(wanted).recommended)
+                    size = max(size, driver.multicast_granularity(wanted).minimum)
         return properties, size, self.options.chunks
 
     def _check_coherent(self, at: int) -> None:

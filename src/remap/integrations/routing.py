@@ -28,7 +28,7 @@ class Route:
             torch._C._cuda_customAllocator(pool.allocate_address, pool.free_address)
         )
         self._idle: list[Any] = []
-        self._for_graphs: Any = None
+        self._for_graphs: dict[Any, Any] = {}
 
     def take(self) -> Any:
         """Return a `MemPool` that no thread is in."""
@@ -41,11 +41,20 @@ class Route:
         """Keep a `MemPool` for the next thread."""
         self._idle.append(mem_pool)
 
-    def for_graphs(self) -> Any:
-        """Return the `MemPool` that captures share; it is never dropped, since graphs know its number."""
-        if self._for_graphs is None:
-            self._for_graphs = immortal(self._make())
-        return self._for_graphs
+    def for_graphs(self, handle: Any = None) -> Any:
+        """Return a `MemPool` for a capture: a new one, or the one that stands for a handle of the caller's.
+
+        That one is never dropped, as captures share it. A new one may be: its graph keeps the memory.
+        """
+        if handle is None:
+            return self._make()
+        for known in self._for_graphs.values():
+            if known.id == handle:
+                return known
+        found = self._for_graphs.get(handle)
+        if found is None:
+            found = self._for_graphs[handle] = immortal(self._make())
+        return found
 
     def drop_caches(self) -> None:
         """Let torch give back the segments that hold no tensor."""

@@ -1,0 +1,253 @@
+"""torch_memory_saver's whole surface over remap: its users' code runs unchanged, with no C++ build and no LD_PRELOAD.
+
+    from remap.integrations import tms
+    tms.install()                       # once in each process, before torch_memory_saver is used
+
+Where torch_memory_saver is installed, it takes remap as its hook mode `remap`; where it is not, `import
+torch_memory_saver` finds this module. SGLang's memory saver goes through either.
+
+A tag's memory with and without a backup are two pools, so that one `pause` keeps the one and drops the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+from remap.errors import InvalidValueError, RemapError
+from remap.integrations.memory import memory
+from remap.integrations.pools import PoolOptions, pool_of, pools
+from remap.integrations.routing import outside
+from remap.integrations.sleeping import backup, sleep, wake
+from remap.integrations.support import missing
+from remap.integrations.tensors import Tensor, device_of, span_of
+from remap.residency.stores import Keep
+
+MODE = "remap"
+"""The name of the hook mode."""
+
+
+class TorchMemorySaver:
+    """What `torch_memory_saver.torch_memory_saver` is, and what its hook modes are made of."""
+
+    enabled: ClassVar[bool] = True
+    _is_xpu: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._retain = os.environ.get("TMS_RETAIN_CPU_BACKUP", "0") == "1"
+        self._directory: str | None = os.environ.get("TMS_DISK_BACKUP_DIR")
+        self._binary_wrapper = _BinaryWrapper(self)
+
+    @contextmanager
+    def region(
+        self,
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Generator[None]:
+        """Let tensors that are made inside be paused by their tag; contents are kept as asked. Regions nest.
+
+        `cpu_backup_backend` is taken and makes no difference: host memory of backups is page-locked where it can be.
+        """
+        keep = _keep(enable_cpu_backup, enable_disk_backup)
+        if cpu_backup_backend is not None and not enable_cpu_backup:
+            raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
+        with pool_of(_name(tag, keep), PoolOptions(), asked=False).entered(None):
+            yield
+
+    @contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Generator[None]:
+        """Capture as `torch.cuda.graph` does, into memory that can be paused by its tag."""
+        del cpu_backup_backend  # as in `region`
+        found = pool_of(_name(tag, _keep(enable_cpu_backup, False)), PoolOptions(), asked=False)
+        with found.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
+            yield
+
+    @contextmanager
+    def disable(self, dispose_mem_pool_after_use: bool = True) -> Generator[None]:
+        """Let tensors that are made inside be ordinary ones; what torch caches for them goes back at the end."""
+        if not dispose_mem_pool_after_use:
+            raise InvalidValueError(
+                "disable with dispose_mem_pool_after_use=False",
+                rule="the pool always goes, as in torch_memory_saver",
+            )
+        with outside():
+            yield
+
+    def pause(self, tag: str | None = None) -> None:
+        """Pause the memory of a tag, or all of it, in one transaction. What is paused already stays so."""
+        plan = {name: keep for name, keep in _pools(tag) if not pools()[name].asleep}
+        sleep(plan, directory=self._directory)
+
+    def resume(self, tag: str | None = None) -> None:
+        """Resume the memory of a tag, or all of it; raises `OutOfMemoryError`, with all paused, where it is short."""
+        wake([name for name, _ in _pools(tag) if pools()[name].asleep], keep_host=self._retain)
+
+    def get_cpu_backup(self, x: Tensor, zero_copy: bool = False) -> Tensor | None:
+        """Return a CPU copy of a paused tensor's contents, None where none were kept or it is not paused.
+
+        With `zero_copy` it is the backup itself; delete it before `resume`. With `retain_cpu_backup`, a tensor that is
+        not paused gives a copy of what it is now.
+        """
+        start, _ = span_of(x)
+        segment = memory().segment_at(start, device_of(x), "get_cpu_backup")
+        if not segment.paused:
+            return x.detach().cpu().clone() if self._retain and segment.tag.endswith("/host") else None
+        try:
+            found = backup(x)
+        except InvalidValueError:  # contents were given up
+            return None
+        return found if zero_copy else found.clone()
+
+    @property
+    def hook_mode(self) -> str:
+        """The hook mode: setting another one than `remap` raises."""
+        return MODE
+
+    @hook_mode.setter
+    def hook_mode(self, hook_mode: str) -> None:
+        if hook_mode not in (MODE, "torch", "preload"):
+            raise ValueError(f"Unknown hook mode {hook_mode!r}")
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        """How many bytes of a device allocations in regions leave free."""
+        return self._binary_wrapper.margin
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, value: int) -> None:
+        self._binary_wrapper.cdll.set_memory_margin_bytes(value)
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """Whether host memory of backups is kept for the next pause, which is then fast."""
+        return self._retain
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, value: bool) -> None:
+        self._retain = bool(value)
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        """Set the directory of disk backups, which is made where it is missing."""
+        os.makedirs(path, exist_ok=True)
+        self._directory = path
+
+
+class _BinaryWrapper:
+    """What torch_memory_saver's own facade looks for in the implementation of a mode."""
+
+    def __init__(self, saver: TorchMemorySaver) -> None:
+        self._saver = saver
+        self.margin = 0
+
+    @property
+    def cdll(self) -> _BinaryWrapper:
+        """Itself: the functions below have the names that the library's binary exports."""
+        return self
+
+    def set_memory_margin_bytes(self, value: int) -> None:
+        """Set the margin."""
+        memory().table.set_margin(value)
+        self.margin = value
+
+    def tms_get_retain_cpu_backup(self) -> bool:
+        """Return whether backups' memory is kept."""
+        return self._saver.retain_cpu_backup
+
+    def tms_set_retain_cpu_backup(self, value: bool) -> None:
+        """Say whether backups' memory is kept."""
+        self._saver.retain_cpu_backup = value
+
+    def tms_set_disk_backup_dir(self, path: bytes) -> None:
+        """Set the directory of disk backups."""
+        self._saver.set_disk_backup_dir(os.fsdecode(path))
+
+
+torch_memory_saver = TorchMemorySaver()
+"""The one instance, under torch_memory_saver's name for it."""
+
+
+def configure_subprocess() -> Any:
+    """Return a context manager that does nothing: there is nothing to preload."""
+    return nullcontext()
+
+
+def register_hook_mode(name: str, factory: Any, *, uses_preload: bool = True) -> None:
+    """Refuse: this stands for torch_memory_saver, and its one mode is `remap`."""
+    raise RemapError(
+        f"registering the hook mode {name!r}",
+        rule="torch_memory_saver is not installed here, and remap stands for it",
+    )
+
+
+def install() -> Any:
+    """Let torch_memory_saver work through remap in this process, and return its `torch_memory_saver` object.
+
+    Call it once in each process, before regions are entered. Raises `RemapError` where another mode is in use already.
+    """
+    try:
+        library: Any = importlib.import_module("torch_memory_saver")
+    except ImportError:
+        sys.modules["torch_memory_saver"] = sys.modules[__name__]
+        return torch_memory_saver
+    if library is sys.modules[__name__]:
+        return torch_memory_saver
+    singleton: Any = library.torch_memory_saver
+    implementation = getattr(singleton, "_impl", None)
+    if implementation is torch_memory_saver:
+        return singleton
+    if implementation is not None:
+        raise RemapError(
+            "torch_memory_saver over remap",
+            rule=f"it works through {type(implementation).__name__} already, and has memory there",
+            next_step="Call remap.integrations.tms.install() before its first use",
+        )
+    register = getattr(library, "register_hook_mode", None)
+    if register is None:
+        singleton._impl = torch_memory_saver
+        return singleton
+    try:
+        register(MODE, lambda: torch_memory_saver, uses_preload=False)
+    except ValueError as error:  # it was registered before
+        if "already" not in str(error):
+            raise missing("torch_memory_saver", "its hook mode", error) from error
+    singleton.hook_mode = MODE
+    return singleton
+
+
+def _keep(cpu: bool, disk: bool) -> Keep:
+    if cpu and disk:
+        raise ValueError("enable_cpu_backup and enable_disk_backup are mutually exclusive")
+    return "host" if cpu else "disk" if disk else None
+
+
+def _name(tag: str, keep: Keep) -> str:
+    return f"tms/{tag}/{keep or 'none'}"
+
+
+def _pools(tag: str | None) -> Iterator[tuple[str, Keep]]:
+    """Yield the pools of a tag, or of all tags, each with what is kept of it."""
+    keeps: tuple[Keep, ...] = ("host", "disk", None)
+    for name in pools():
+        for keep in keeps:
+            suffix = f"/{keep or 'none'}"
+            if (
+                name.startswith("tms/")
+                and name.endswith(suffix)
+                and tag in (None, "", name[4 : -len(suffix)])
+            ):
+                yield name, keep

@@ -1,0 +1,241 @@
+"""vLLM's sleep mode over remap: a memory allocator in `CuMemAllocator`'s place, and a sleep-mode backend named `remap`.
+
+    REMAP_VLLM=1 vllm serve MODEL --enable-sleep-mode --sleep-mode-backend remap
+
+vLLM loads `register` in each of its processes, as a plugin. The environment variable puts the allocator in place before
+the weights are loaded, which is earlier than vLLM looks for the backend; versions without backends need nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from remap import drivers
+from remap.errors import InvalidValueError, NotSupportedError, driver_error
+from remap.integrations.pools import PoolOptions, pool_of, pools
+from remap.integrations.sleeping import sleep, wake
+from remap.integrations.tensors import torch
+from remap.residency.stores import Keep
+
+FLAG = "REMAP_VLLM"
+"""The environment variable that puts the allocator in `CuMemAllocator`'s place."""
+
+DEFERRABLE = ("weights", "kv_cache")
+"""Tags that a selective wake may leave asleep; it wakes all others, as vLLM's own allocator does."""
+
+KNOWN = frozenset(
+    {
+        "discard",
+        "get_current_usage",
+        "get_instance",
+        "python_free_callback",
+        "python_malloc_callback",
+        "sleep",
+        "use_memory_pool",
+        "wake_up",
+    }
+)
+"""The public methods of `CuMemAllocator` that this allocator stands for. A version with others is refused."""
+
+
+class RemapAllocator:
+    """vLLM's memory allocator over pools: `vllm.device_allocator.MemAllocator`."""
+
+    default_tag: ClassVar[str] = "default"
+
+    def __init__(self) -> None:
+        self.current_tag = self.default_tag
+
+    @contextmanager
+    def use_memory_pool(self, tag: str | None = None) -> Generator[None]:
+        """Let tensors that are made inside sleep and wake by their tag."""
+        before, self.current_tag = self.current_tag, self.default_tag if tag is None else tag
+        try:
+            # What is freed while weights are loaded goes back when they are.
+            found = pool_of(_name(self.current_tag), PoolOptions(release="region"), asked=False)
+            with found.entered(None):
+                yield
+        finally:
+            self.current_tag = before
+
+    def sleep(self, offload_tags: tuple[str, ...] | list[str] | str | None = None) -> None:
+        """Put all memory to sleep in one transaction: contents of these tags are kept, the others' given up."""
+        kept = (self.default_tag,) if offload_tags is None else offload_tags
+        kept = (kept,) if isinstance(kept, str) else tuple(kept)
+        self._sleep({tag: "host" if tag in kept else None for tag in _tags()})
+
+    def discard(self, tags: tuple[str, ...] | list[str] | str) -> None:
+        """Put the memory of these tags to sleep, and give its contents up."""
+        chosen = (tags,) if isinstance(tags, str) else tuple(tags)
+        self._sleep({tag: None for tag in _tags() if tag in chosen})
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake the memory of these tags, or all; raises `OutOfMemoryError`, with all asleep, where it is short."""
+        chosen = [tag for tag in _tags() if tags is None or tag in tags or tag not in DEFERRABLE]
+        wake([_name(tag) for tag in chosen if pools()[_name(tag)].asleep], keep_host=_keeps_host())
+
+    def get_current_usage(self) -> int:
+        """Return the bytes of all pools, asleep or not."""
+        return sum(one.size for tag in _tags() for one in pools()[_name(tag)].segments)
+
+    def _sleep(self, plan: dict[str, Keep]) -> None:
+        gc.collect()
+        sleep({_name(tag): keep for tag, keep in plan.items() if not pools()[_name(tag)].asleep})
+        if drivers.current().name == "cuda":
+            torch.cuda.empty_cache()
+
+
+_allocator = RemapAllocator()
+
+
+def register() -> None:
+    """Register the backend, and put the allocator in place where `REMAP_VLLM` says so. A `vllm.general_plugins` entry.
+
+    Does nothing in a vLLM that has neither. Raises `NotSupportedError` for one whose interface is another, before
+    anything is allocated.
+    """
+    if os.environ.get(FLAG, "0") in ("", "0"):
+        return
+    install()
+    factory = _factory()
+    if factory is not None and "remap" not in factory._registry:
+        factory.register_backend("remap", __name__, "RemapBackend")
+
+
+def install() -> RemapAllocator:
+    """Put the allocator in `CuMemAllocator`'s place in this process, and return it."""
+    cumem: Any = _import("vllm.device_allocator.cumem")
+    if cumem is None:
+        raise _refusal("it has no vllm.device_allocator.cumem")
+    check_interface(cumem.CuMemAllocator)
+    present = cumem.CuMemAllocator.instance
+    if present is not None and present is not _allocator:
+        raise InvalidValueError(
+            "remap as vLLM's allocator",
+            rule="vLLM's own is in use already, and has memory",
+            next_step=f"Set {FLAG}=1 for the whole process",
+        )
+    cumem.CuMemAllocator.instance = _allocator
+    return _allocator
+
+
+def check_interface(kind: Any) -> None:
+    """Raise `NotSupportedError` unless a `CuMemAllocator` class has the methods that are known here, and no others."""
+    methods = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+    needed = KNOWN - {"discard", "python_free_callback", "python_malloc_callback"}
+    if needed - methods:
+        raise _refusal(f"its CuMemAllocator lacks {sorted(needed - methods)}")
+    if methods - KNOWN:
+        raise _refusal(f"its CuMemAllocator can do more than is known here: {sorted(methods - KNOWN)}")
+
+
+def check_backend(kind: Any) -> None:
+    """Raise `NotSupportedError` unless a `SleepModeBackend` class asks for `suspend` and `resume`, and nothing else."""
+    asked: Iterable[str] = getattr(kind, "__abstractmethods__", ())
+    if set(asked) != {"suspend", "resume"}:
+        raise _refusal(f"its sleep-mode backends have to have {sorted(asked)}")
+
+
+def make_backend(base: Any) -> Any:
+    """Return the class of the sleep-mode backend, on vLLM's own base class."""
+    check_backend(base)
+
+    class RemapBackend(base):  # type: ignore[misc]
+        """vLLM's sleep mode over remap. Level 1 keeps weights in host memory; level 2 gives them up."""
+
+        def suspend(self, level: int = 1, tags: tuple[str, ...] | None = None) -> None:
+            """Put everything to sleep, keeping the weights, or the tags that are named."""
+            _allocator.sleep(tags if tags is not None else ("weights",) if level == 1 else ())
+            self._state = "SUSPENDED"
+
+        def resume(self, tags: list[str] | None = None) -> None:
+            """Wake the tags that are named, or everything; after a failure everything sleeps on."""
+            _allocator.wake_up(tags)
+            slept = any(pools()[_name(tag)].asleep for tag in _tags())
+            self._state = "SUSPENDED" if slept else "RUNNING"
+
+        def discard(self, tags: tuple[str, ...]) -> None:
+            """Put the tags that are named to sleep without their contents."""
+            _allocator.discard(tags)
+            self._state = "SUSPENDED"
+
+        @classmethod
+        def is_supported(cls) -> bool:
+            """Return whether the allocator is in place: without it, there is nothing of vLLM's to put to sleep."""
+            cumem: Any = _import("vllm.device_allocator.cumem")
+            return cumem is not None and cumem.CuMemAllocator.instance is _allocator
+
+        @classmethod
+        def preserves_communicators(cls) -> bool:
+            """Return that communicators go on: their memory is not in the pools."""
+            return True
+
+        preserves_nccl = preserves_communicators
+
+        @classmethod
+        def preserves_compiled_artifacts(cls) -> bool:
+            """Return that compiled kernels go on."""
+            return True
+
+        @classmethod
+        def supports_selective_offload(cls) -> bool:
+            """Return that `tags` says what is kept."""
+            return True
+
+    return RemapBackend
+
+
+def __getattr__(name: str) -> Any:
+    """Make the backend's class when vLLM asks for it by name: its base is vLLM's."""
+    if name != "RemapBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module: Any = _import("vllm.device_allocator.sleep_mode_backend")
+    if module is None:
+        raise AttributeError("this vLLM has no sleep-mode backends")
+    return make_backend(module.SleepModeBackend)
+
+
+def _factory() -> Any:
+    module: Any = _import("vllm.device_allocator.sleep_mode_backend")
+    if module is None:
+        return None
+    check_backend(module.SleepModeBackend)
+    return module.SleepModeBackendFactory
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _refusal(why: str) -> NotSupportedError:
+    version = getattr(_import("vllm"), "__version__", "of unknown version")
+    error = driver_error(
+        "vllm",
+        801,
+        asked=f"remap as the allocator of vLLM {version}",
+        rule=why,
+        next_step=f"Unset {FLAG}, or use a version that remap knows",
+    )
+    assert isinstance(error, NotSupportedError)
+    return error
+
+
+def _keeps_host() -> bool:
+    """Tell whether host memory of backups is kept for the next sleep, as vLLM's own allocator keeps it by default."""
+    return os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") in ("", "0")
+
+
+def _name(tag: str) -> str:
+    return f"vllm/{tag}"
+
+
+def _tags() -> list[str]:
+    return [name[5:] for name in pools() if name.startswith("vllm/")]

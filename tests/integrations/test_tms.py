@@ -1,0 +1,242 @@
+"""torch_memory_saver's behaviour over remap: what its own public tests check, and the ways to install it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remap
+from remap import MiB
+
+SIZE = 2_000_000
+
+
+@pytest.fixture
+def saver(machine: Any) -> Iterator[Any]:
+    """A memory saver of its own, by the name under which its users know it."""
+    assert machine is not None
+    from remap.integrations.tms import TorchMemorySaver
+
+    saver = TorchMemorySaver()
+    yield saver
+    saver.resume()
+
+
+def made(saver: Any, value: float, **options: Any) -> Any:
+    """Return a tensor made inside of a region."""
+    with saver.region(**options):
+        return remap.torch.empty(SIZE // 4).fill_(value)
+
+
+def free() -> int:
+    """Return the free bytes of the first device."""
+    return remap.device(0).memory().free
+
+
+def test_pause_releases_and_resume_brings_back(saver: Any) -> None:
+    """Memory is released and taken again, and the address stays."""
+    before = free()
+    tensor = made(saver, 100)
+    held, address = free(), tensor.data_ptr()
+    assert held < before
+    saver.pause()
+    assert free() == before
+    saver.resume()
+    assert free() == held
+    assert tensor.data_ptr() == address
+    tensor.fill_(1)
+    assert float(tensor.sum()) == SIZE // 4
+
+
+def test_tags(saver: Any) -> None:
+    """Tags are paused and resumed by themselves, in any order, and all at once without one."""
+    one, two = (
+        made(saver, 1, tag="type1", enable_cpu_backup=True),
+        made(saver, 2, tag="type2", enable_cpu_backup=True),
+    )
+    held = free()
+    saver.pause("type1")
+    half = free()
+    assert half > held
+    saver.pause("type2")
+    saver.resume("type2")
+    assert free() == half
+    assert float(two.mean()) == 2
+    saver.resume("type1")
+    saver.pause("type1")
+    saver.resume("type1")
+    saver.pause()
+    saver.resume()
+    assert float(one.mean()) == 1
+
+
+def test_cpu_backup(torch: Any, saver: Any) -> None:
+    """With a backup contents stay, and can be read meanwhile; without one they are undefined, and there is none."""
+    kept, given_up = made(saver, 1.5, enable_cpu_backup=True), made(saver, 20)
+    assert saver.get_cpu_backup(kept) is None
+    saver.pause()
+    copy = saver.get_cpu_backup(kept)
+    assert copy.device.type == "cpu"
+    assert copy[:3].tolist() == [1.5] * 3
+    assert saver.get_cpu_backup(given_up) is None
+    view = saver.get_cpu_backup(kept, zero_copy=True)
+    view[0] = 3
+    del view
+    saver.resume()
+    assert kept[:2].tolist() == [3, 1.5]
+    assert copy[0].item() == 1.5
+    assert torch.is_tensor(given_up)
+
+
+def test_retained_backups(saver: Any) -> None:
+    """With retain_cpu_backup, host memory is kept for the next pause, and a backup can be had after resume."""
+    assert saver.retain_cpu_backup is False
+    saver.retain_cpu_backup = True
+    tensor = made(saver, 4, enable_cpu_backup=True)
+    saver.pause()
+    saver.resume()
+    assert remap.host_pool().statistics().ready >= SIZE
+    assert saver.get_cpu_backup(tensor)[0].item() == 4
+    assert saver._binary_wrapper.cdll.tms_get_retain_cpu_backup() is True
+    saver._binary_wrapper.cdll.tms_set_retain_cpu_backup(False)
+    assert saver.retain_cpu_backup is False
+
+
+def test_nested_regions(saver: Any) -> None:
+    """The inner region decides inside, the outer one again after it."""
+    with saver.region(tag="model", enable_cpu_backup=True):
+        weight = remap.torch.empty(1000).fill_(42)
+        with saver.region(tag="grad_buffer", enable_cpu_backup=False):
+            gradient = remap.torch.empty(1000).fill_(99)
+        extra = remap.torch.empty(1000).fill_(7)
+    saver.pause("grad_buffer")
+    assert float(weight.sum()) == 42_000
+    saver.pause()
+    saver.resume()
+    assert float(weight.sum()) == 42_000
+    assert float(extra.sum()) == 7_000
+    gradient.fill_(0)
+    assert float(gradient.sum()) == 0
+
+
+def test_disk_backup(saver: Any, tmp_path: Path) -> None:
+    """Contents may be kept in files of a directory; both kinds of backup at once are refused."""
+    saver.set_disk_backup_dir(str(tmp_path / "backups"))
+    assert (tmp_path / "backups").is_dir()
+    tensor = made(saver, 8, enable_disk_backup=True)
+    saver.pause()
+    saver.resume()
+    assert float(tensor.mean()) == 8
+    with (
+        pytest.raises(ValueError, match="exclusive"),
+        saver.region(enable_cpu_backup=True, enable_disk_backup=True),
+    ):
+        pass
+    with pytest.raises(ValueError, match="requires"), saver.region(cpu_backup_backend="mmap"):
+        pass
+
+
+def test_a_margin(torch: Any, saver: Any) -> None:
+    """Regions leave as much memory free as memory_margin_bytes says."""
+    saver.memory_margin_bytes = free() - 4 * MiB
+    with saver.region(), pytest.raises((torch.OutOfMemoryError, remap.OutOfMemoryError)):
+        remap.torch.empty(16 * MiB)
+    saver.memory_margin_bytes = 0
+    assert saver.memory_margin_bytes == 0
+
+
+def test_resuming_with_too_little_memory(saver: Any) -> None:
+    """Raises, and everything can be resumed later, where torch_memory_saver ended the process (trap 1)."""
+    tensor = made(saver, 6, enable_cpu_backup=True)
+    saver.pause()
+    with remap.allocate(free(), resident=0), pytest.raises(remap.OutOfMemoryError):
+        saver.resume()
+    saver.resume()
+    assert float(tensor.mean()) == 6
+
+
+def test_the_mode(saver: Any) -> None:
+    """The hook mode reads `remap`, takes the names that users set, and refuses others."""
+    assert saver.hook_mode == "remap"
+    saver.hook_mode = "torch"
+    assert saver.enabled
+    with pytest.raises(ValueError, match="Unknown"):
+        saver.hook_mode = "magic"
+
+
+LIBRARY = '''
+"""What is public of torch_memory_saver {kind} a registry of modes."""
+from contextlib import contextmanager
+
+class TorchMemorySaver:
+    def __init__(self):
+        self._impl, self._mode = None, "preload"
+
+    @contextmanager
+    def region(self, tag="default", enable_cpu_backup=False):
+        self._ensure_initialized()
+        with self._impl.region(tag=tag, enable_cpu_backup=enable_cpu_backup):
+            yield
+
+    def pause(self, tag=None):
+        self._ensure_initialized()
+        self._impl.pause(tag=tag)
+
+    def resume(self, tag=None):
+        self._ensure_initialized()
+        self._impl.resume(tag=tag)
+
+    def _ensure_initialized(self):
+        if self._impl is None:
+            self._impl = modes[self._mode]()
+
+    hook_mode = property(None, lambda self, mode: setattr(self, "_mode", mode))
+
+torch_memory_saver, modes = TorchMemorySaver(), {{}}
+'''
+
+REGISTRY = """
+def register_hook_mode(name, factory, *, uses_preload=True):
+    if name in modes:
+        raise ValueError(f"Hook mode {name!r} is already registered")
+    modes[name] = factory
+"""
+
+USE = """
+import sys, remap
+remap.use("host", coherent=True, integrated=False)
+from remap.integrations import tms
+tms.install()
+tms.install()
+from torch_memory_saver import torch_memory_saver as saver
+with saver.region(tag="kv_cache", enable_cpu_backup=True):
+    tensor = remap.torch.empty(1000).fill_(5)
+before = remap.device(0).memory().free
+saver.pause("kv_cache")
+assert remap.device(0).memory().free > before
+saver.resume("kv_cache")
+assert float(tensor.sum()) == 5000
+import torch_memory_saver
+print(torch_memory_saver.__name__)
+"""
+
+
+@pytest.mark.parametrize("kind", ["with", "without", "no"])
+def test_installing(torch: Any, tmp_path: Path, kind: str) -> None:
+    """It becomes the library's mode, takes the implementation's place in older ones, or stands for a missing one."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about the host driver; on CUDA the real library is used")
+    if kind != "no":
+        (tmp_path / "torch_memory_saver.py").write_text(
+            LIBRARY.format(kind=kind) + REGISTRY * (kind == "with")
+        )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + USE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    expected = "remap.integrations.tms" if kind == "no" else "torch_memory_saver"
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", expected + "\n")

@@ -1,0 +1,266 @@
+"""What vLLM expects of a memory allocator and of a sleep-mode backend; no vLLM is needed to check it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remap
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+@pytest.fixture
+def allocator(machine: Any) -> Iterator[Any]:
+    """The allocator that stands in `CuMemAllocator`'s place."""
+    assert machine is not None
+    from remap.integrations import vllm
+
+    yield vllm._allocator
+    vllm._allocator.wake_up()
+
+
+def loaded(allocator: Any) -> tuple[Any, Any]:
+    """Return weights and a cache, made as a worker makes them."""
+    with allocator.use_memory_pool(tag="weights"):
+        weights = remap.torch.empty(1_000_000).normal_()
+    with allocator.use_memory_pool("kv_cache"):
+        cache = remap.torch.empty(1_000_000).zero_()
+    return weights, cache
+
+
+def test_level_one(torch: Any, allocator: Any) -> None:
+    """Weights go to the host and come back; caches are dropped; usage is what was allocated."""
+    weights, cache = loaded(allocator)
+    kept, usage = weights.clone(), allocator.get_current_usage()
+    assert usage >= weights.nbytes + cache.nbytes
+    before = remap.device(0).memory().free
+    allocator.sleep(offload_tags=("weights",))
+    assert remap.device(0).memory().free == before + usage
+    assert allocator.get_current_usage() == usage
+    allocator.sleep(offload_tags=("weights",))
+    allocator.wake_up(["weights"])
+    assert torch.equal(weights, kept)
+    assert remap.torch.status()["vllm/kv_cache"].state == "asleep"
+    allocator.wake_up(["kv_cache"])
+    cache.zero_()
+    assert float(cache.sum()) == 0
+
+
+def test_level_two(allocator: Any) -> None:
+    """Everything is dropped; a wake of all gives memory to write new weights into."""
+    weights, _ = loaded(allocator)
+    assert not allocator.sleep(offload_tags=())
+    assert not remap.torch.status()["vllm/weights"].kept.get("host")
+    allocator.wake_up()
+    weights.fill_(1)
+    assert float(weights.mean()) == 1
+
+
+def test_tags_that_nobody_names_wake_with_any(allocator: Any) -> None:
+    """Only weights and caches can be left asleep by a selective wake, as in vLLM's own allocator."""
+    with allocator.use_memory_pool():
+        other = remap.torch.empty(10).fill_(4)
+    loaded(allocator)
+    allocator.sleep()
+    allocator.wake_up(["weights"])
+    assert float(other.sum()) == 40
+    assert remap.torch.status()["vllm/kv_cache"].state == "asleep"
+
+
+def test_discarding(allocator: Any) -> None:
+    """Tags that are discarded sleep without their contents; the others are awake."""
+    weights, _ = loaded(allocator)
+    total = float(weights.sum())
+    allocator.discard("kv_cache")
+    assert remap.torch.status()["vllm/kv_cache"].kept == {"nowhere": 4 << 20}
+    assert float(weights.sum()) == total
+
+
+def test_current_tag(allocator: Any) -> None:
+    """Pools nest, and the tag is the default one outside; an exception restores it."""
+    assert allocator.current_tag == "default"
+    with pytest.raises(ZeroDivisionError), allocator.use_memory_pool("weights"):
+        assert allocator.current_tag == "weights"
+        raise ZeroDivisionError
+    assert allocator.current_tag == "default"
+
+
+class Base(ABC):
+    """vLLM's base class of backends, as far as it is public."""
+
+    def __init__(self) -> None:
+        self._state = "RUNNING"
+
+    @abstractmethod
+    def suspend(self, level: int = 1) -> None: ...
+    @abstractmethod
+    def resume(self, tags: list[str] | None = None) -> None: ...
+    def state(self) -> str:
+        """Return the state."""
+        return self._state
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        """Whether it can run."""
+        return True
+
+
+def test_the_backend(allocator: Any) -> None:
+    """It suspends by level and resumes by tags, tells its state, and is supported only with the allocator in place."""
+    from remap.integrations import vllm
+
+    backend = vllm.make_backend(Base)()
+    weights, _ = loaded(allocator)
+    total = float(weights.sum())
+    backend.suspend(level=1)
+    assert backend.state() == "SUSPENDED"
+    backend.resume(["weights"])
+    assert backend.state() == "SUSPENDED"
+    backend.resume()
+    assert backend.state() == "RUNNING"
+    assert float(weights.sum()) == total
+    backend.suspend(2)
+    backend.resume()
+    assert backend.preserves_communicators()
+    assert backend.preserves_nccl()
+    assert not backend.is_supported()
+
+
+class Allocator:
+    """vLLM's allocator, as far as it is public."""
+
+    instance = None
+
+    @staticmethod
+    def get_instance() -> None: ...
+    def use_memory_pool(self) -> None: ...
+    def sleep(self) -> None: ...
+    def wake_up(self) -> None: ...
+    def get_current_usage(self) -> None: ...
+
+
+class Newer(Allocator):
+    """One that can do more."""
+
+    def use_cudagraph_pool(self) -> None: ...
+
+
+class Older:
+    """One that can do less."""
+
+    def sleep(self) -> None: ...
+
+
+class Asking(Base):
+    """A base class of backends that asks for more."""
+
+    @abstractmethod
+    def snapshot(self) -> None: ...
+
+
+def test_unknown_versions_are_refused(torch: Any) -> None:
+    """An interface that is not the known one is refused by name, before anything is allocated."""
+    assert torch is not None
+    from remap.integrations import vllm
+
+    vllm.check_interface(Allocator)
+    with pytest.raises(remap.NotSupportedError, match="use_cudagraph_pool"):
+        vllm.check_interface(Newer)
+    with pytest.raises(remap.NotSupportedError, match="wake_up"):
+        vllm.check_interface(Older)
+    with pytest.raises(remap.NotSupportedError, match="snapshot"):
+        vllm.make_backend(Asking)
+    with pytest.raises(remap.NotSupportedError, match=r"vllm\.device_allocator"):
+        vllm.install()
+    vllm.register()
+
+
+CUMEM = """
+class CuMemAllocator:
+    instance, default_tag = None, "default"
+    @staticmethod
+    def get_instance():
+        if CuMemAllocator.instance is None:
+            CuMemAllocator.instance = CuMemAllocator()
+        return CuMemAllocator.instance
+    def use_memory_pool(self, tag=None): ...
+    def sleep(self, offload_tags=None): ...
+    def wake_up(self, tags=None): ...
+    def get_current_usage(self): return 0
+"""
+
+BACKENDS = """
+import importlib
+from abc import ABC, abstractmethod
+class SleepModeBackend(ABC):
+    def __init__(self): self._state = "RUNNING"
+    @abstractmethod
+    def suspend(self, level=1): ...
+    @abstractmethod
+    def resume(self, tags=None): ...
+    @classmethod
+    def is_supported(cls): return True
+class SleepModeBackendFactory:
+    _registry = {}
+    @classmethod
+    def register_backend(cls, name, module_path, class_name):
+        cls._registry[name] = lambda: getattr(importlib.import_module(module_path), class_name)
+"""
+
+WORKER = """
+import os, remap
+remap.use("host", coherent=True, integrated=False)
+from importlib.metadata import EntryPoint
+plugin = EntryPoint("remap", PLUGIN, "vllm.general_plugins").load()
+plugin()
+plugin()
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.device_allocator import sleep_mode_backend as modes
+if os.environ.get("REMAP_VLLM") == "1":
+    allocator = CuMemAllocator.get_instance()
+    assert allocator.get_current_usage() == 0
+    with allocator.use_memory_pool(tag="weights"):
+        weights = remap.torch.empty(1000).fill_(3)
+    kind = modes.SleepModeBackendFactory._registry["remap"]()
+    assert kind.is_supported()
+    backend = kind()
+    backend.suspend(1)
+    backend.resume()
+    assert float(weights.sum()) == 3000
+else:
+    assert not modes.SleepModeBackendFactory._registry
+    assert type(CuMemAllocator.get_instance()) is CuMemAllocator
+print("right")
+"""
+
+
+@pytest.mark.parametrize("flag", ["1", "0"])
+def test_as_a_plugin(torch: Any, tmp_path: Path, flag: str) -> None:
+    """The plugin puts allocator and backend in place with the flag, and does nothing without it."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about the host driver")
+    package = tmp_path / "vllm" / "device_allocator"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("__version__ = '0.27.1'\n")
+    (package / "cumem.py").write_text(CUMEM)
+    (package / "sleep_mode_backend.py").write_text(BACKENDS)
+    plugins = tomllib.loads(PROJECT.read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    begin = f"""
+import os, sys
+sys.path.insert(0, {str(tmp_path)!r})
+os.environ["REMAP_VLLM"], PLUGIN = {flag!r}, {plugins["remap"]!r}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", begin + WORKER], capture_output=True, text=True, check=False, timeout=110
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "right\n")
