@@ -55,6 +55,12 @@ class HostMappings:
             first, last = bisect_left(self._starts, address), bisect_left(self._starts, address + size)
             del self._starts[first:last], self._ends[first:last]
 
+    def base_of(self, address: int) -> int:
+        """Return the base of the mapping that holds an address, 0 if there is none."""
+        with self._lock:
+            at = bisect_right(self._starts, address) - 1
+            return self._starts[at] if at >= 0 and address < self._ends[at] else 0
+
     def check(self, call: str, address: int, size: int, *, writes: bool, pageable: bool = False) -> None:
         """Refuse a copy that the CPU would make without the right to; `pageable` says that it comes from host memory.
 

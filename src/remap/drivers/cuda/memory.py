@@ -144,7 +144,8 @@ class MemoryCalls:
         if err:
             rule = "nothing that anybody may access is there" if err == CudaResult.NOT_FOUND else ""
             raise failure("cuMemGetAddressRange", err, asked=f"the range at {address:#x}", rule=rule)
-        return AddressRange(int(base), int(size))
+        # For host-located memory the driver leaves the base at 0 (seen on H200).
+        return AddressRange(int(base) or self._host_mappings.base_of(address), int(size))
 
     def pointer_info(self, address: int) -> PointerInfo:
         # Not cuPointerGetAttributes, which answers zeros for an address that it does not know.
