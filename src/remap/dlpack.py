@@ -12,10 +12,15 @@ crash the process.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from remap.errors import InvalidValueError
+from remap.sizes import LARGEST
+
+T = TypeVar("T")
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 """The kinds of device that remap can be asked for (`DLDeviceType`)."""
@@ -74,6 +79,7 @@ class _ManagedVersioned(ctypes.Structure):
 _STRUCTURES: dict[bytes, type[_Managed | _ManagedVersioned]] = {PLAIN: _Managed, VERSIONED: _ManagedVersioned}
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}  # DLDataTypeCode: NumPy's letter
+_BITS = {"i": (8, 16, 32, 64), "u": (8, 16, 32, 64), "f": (16, 32, 64), "c": (64, 128), "b": (8,)}
 
 _python = ctypes.pythonapi
 _get_name: Any = _python.PyCapsule_GetName
@@ -87,8 +93,21 @@ _set_name.restype, _set_name.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.
 for _name in _USED.values():
     _python.Py_IncRef(ctypes.py_object(_name))
 
-# Two threads that take the same capsule: one of them must find it used.
-_taking = threading.Lock()
+
+class _Taking:
+    """A lock, so that of two threads that take the same capsule one finds it used."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the lock anew: in a forked child, a thread that does not exist there may hold it."""
+        self.lock = threading.Lock()
+
+
+_taking = _Taking()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_taking.renew)
 
 
 def export(
@@ -118,8 +137,8 @@ def versioned(max_version: tuple[int, int] | None) -> bool:
     return max_version is not None and max_version[0] >= 1 and numpy_version >= (2, 1)
 
 
-class Taken(NamedTuple):
-    """What a foreign capsule said, and the claim that keeps its memory. Strides are in elements."""
+class Tensor(NamedTuple):
+    """What a foreign capsule says. Strides are in elements."""
 
     address: int
     shape: tuple[int, ...]
@@ -127,7 +146,6 @@ class Taken(NamedTuple):
     typestr: str
     device: tuple[int, int]
     read_only: bool
-    claim: Claim
 
 
 class Claim:
@@ -149,16 +167,20 @@ class Claim:
 
 def is_capsule(value: object) -> bool:
     """Tell whether a value is a capsule of any name."""
-    return type(value).__name__ == "PyCapsule"
+    kind = type(value)  # which has no name that could be imported before Python 3.13
+    return (kind.__module__, kind.__qualname__) == ("builtins", "PyCapsule")
 
 
-def take(capsule: Any) -> Taken:
+def take(capsule: Any, accept: Callable[[Tensor], T]) -> tuple[T, Claim]:
     """Take over the tensor in a capsule, and mark the capsule as used.
 
-    A capsule that is refused stays as it was, and gives its memory back itself. Raises `InvalidValueError` for one
-    that is used, is none of DLPack's, or describes a tensor that cannot be.
+    Returns what `accept` makes of the tensor, and the claim that keeps its memory. A capsule that is refused, here or
+    by `accept`, stays as it was, and gives its memory back itself. Raises `InvalidValueError` for one that is used, is
+    none of DLPack's, or describes a tensor that cannot be.
     """
-    with _taking:
+    if not is_capsule(capsule):
+        raise _refused(f"it is no capsule but {type(capsule)}")
+    with _taking.lock:
         name = _get_name(capsule)
         if name in _USED.values():
             raise _refused("it was used before", "Ask its producer for a new one")
@@ -178,10 +200,13 @@ def take(capsule: Any) -> Taken:
         address = (tensor.data or 0) + tensor.byte_offset
         if not tensor.data and 0 not in shape:
             raise _refused("its data pointer is null")
+        if address > LARGEST:
+            raise _refused(f"its data begins at {address:#x}, and no address is that large")
         device = (tensor.device.type, tensor.device.index)
+        accepted = accept(Tensor(address, shape, strides, typestr, device, bool(flags & READ_ONLY)))
         claim = Claim(pointer, managed.deleter)
         _set_name(capsule, _USED[name])
-    return Taken(address, shape, strides, typestr, device, bool(flags & READ_ONLY), claim)
+    return accepted, claim
 
 
 def _extents(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -197,8 +222,8 @@ def _extents(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
 
 
 def _typestr(kind: Any) -> str:
-    letter = _KINDS.get(kind.code)
-    if letter is None or kind.lanes != 1 or kind.bits % 8 or not kind.bits:
+    letter = _KINDS.get(kind.code, "")
+    if kind.bits not in _BITS.get(letter, ()) or kind.lanes != 1:
         raise _refused(
             f"its elements have type code {kind.code}, {kind.bits} bits and {kind.lanes} lanes",
             "NumPy has no such type; view it as an integer type of the same size first",

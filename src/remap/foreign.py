@@ -147,15 +147,20 @@ def from_dlpack(value: Any, *, stream: StreamLike | None = None) -> ForeignArray
     """
     import numpy as np
 
+    def accept(tensor: dlpack.Tensor) -> ForeignArray:
+        dtype = np.dtype(tensor.typestr)
+        strides = None if tensor.strides is None else tuple(step * dtype.itemsize for step in tensor.strides)
+        place = _location(tensor.device)
+        return ForeignArray(tensor.address, tensor.shape, dtype, strides, place, tensor.read_only, None)
+
     capsule = value if dlpack.is_capsule(value) else _ask(value, stream)
-    taken = dlpack.take(capsule)
-    location = _location(taken.device)
-    dtype = np.dtype(taken.typestr)
-    strides = None if taken.strides is None else tuple(step * dtype.itemsize for step in taken.strides)
-    return ForeignArray(taken.address, taken.shape, dtype, strides, location, taken.read_only, taken.claim)
+    taken, taken.owner = dlpack.take(capsule, accept)
+    return taken
 
 
 def _ask(value: Any, stream: StreamLike | None) -> Any:
+    if not hasattr(value, "__dlpack_device__"):
+        raise TypeError(f"from_dlpack takes a capsule, or an object with __dlpack__, not {type(value)}")
     kind, index = (int(part) for part in value.__dlpack_device__())
     location = _location((kind, index))
     options: dict[str, Any] = {}
@@ -205,10 +210,15 @@ def _from_interface(value: Any, interface: Any, stream: StreamLike | None) -> Fo
         shape = tuple(operator.index(extent) for extent in entries["shape"])
         pointer, read_only = entries["data"]
         address = operator.index(pointer or 0)
-        dtype = np.dtype(entries["typestr"])
+        typestr = entries["typestr"]
+        if not isinstance(typestr, str):  # NumPy would take None for a double
+            raise TypeError(f"typestr is {typestr!r}")
+        dtype = np.dtype(typestr)
         described: Any = entries.get("descr")
         if dtype.kind == "V" and described and described != [("", dtype.str)]:
-            dtype = np.dtype(described)
+            dtype, size = np.dtype(described), dtype.itemsize
+            if dtype.itemsize != size:
+                raise ValueError(f"descr has {dtype.itemsize} bytes, and typestr {size}")
         given: Sequence[Any] | None = entries.get("strides")
         strides = None if given is None else tuple(operator.index(step) for step in given)
         handle = None if entries.get("stream") is None else operator.index(entries["stream"])
