@@ -191,14 +191,15 @@ class DeviceArray:
         `AccessError` where the CPU has no right (`to_host()` copies), `PausedError`.
         """
         self.owner._check()
-        right = self._cpu_right()
-        if not right.readable:
-            raise AccessError(
-                f"a NumPy view of {self.owner.describe()}",
-                rule="the CPU has no access to it",
-                next_step=f'Copy with to_host(), or place it on remap.Host() with access={{{Host()}: "rw"}}',
-            )
-        export = self._export("view by NumPy", read_only=not self._writable(right), cpu=True)
+        with self.owner._driver.lock:  # nobody takes the right away between the look at it and the view
+            right = self._cpu_right()
+            if not right.readable:
+                raise AccessError(
+                    f"a NumPy view of {self.owner.describe()}",
+                    rule="the CPU has no access to it",
+                    next_step=f'Copy with to_host(), or place it on remap.Host() with access={{{Host()}: "rw"}}',
+                )
+            export = self._export("view by NumPy", read_only=not self._writable(right), cpu=True)
         self.owner._wait_for_work("view by NumPy")
         return export.numpy(self.dtype, self.shape)
 
@@ -266,16 +267,20 @@ class DeviceArray:
         wanted = dl_device or (places[0] if places else None)
         cpu = (dlpack.CPU, 0)
         if wanted is not None and wanted in places and not copy:
-            right = self._cpu_right() if wanted == cpu else self.owner._rights[device(wanted[1]).location]
-            writable = self._writable(right)
-            if not writable and not dlpack.versioned(max_version):
-                raise ExportError(
-                    "a DLPack capsule of read-only memory",
-                    rule="capsules without a version cannot say that they are read-only",
-                    next_step="Use a consumer that asks for DLPack 1.0 (and NumPy 2.1 or newer here), or copy",
-                )
             _check_dlpack_stream(wanted, stream)
-            export = self._export("DLPack", read_only=not writable, cpu=wanted == cpu)
+            with self.owner._driver.lock:  # as in numpy()
+                given = self.owner._rights.get
+                right = self._cpu_right() if wanted == cpu else given(device(wanted[1]).location, Access.NONE)
+                if not right.readable:
+                    raise self._no_dlpack()
+                writable = self._writable(right)
+                if not writable and not dlpack.versioned(max_version):
+                    raise ExportError(
+                        "a DLPack capsule of read-only memory",
+                        rule="capsules without a version cannot say that they are read-only",
+                        next_step="Use a consumer that asks for DLPack 1.0 (and NumPy 2.1 or newer here), or copy",
+                    )
+                export = self._export("DLPack", read_only=not writable, cpu=wanted == cpu)
             if wanted == cpu:
                 self.owner._wait_for_work("DLPack")
             elif stream != -1:

@@ -16,7 +16,7 @@ from remap.errors import AccessError, InUseError, InvalidValueError
 from remap.lifetime import Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
 from remap.streams import After, Known, Queue, Uses, wait_after
-from remap.types import Access, Facts, Held, Location
+from remap.types import Access, Facts, Grants, Held, Location
 
 _log = logging.getLogger("remap.operations")
 
@@ -104,27 +104,40 @@ class Range(Resource):
     def set_access(self, access: AccessLike) -> None:
         """Change the rights of the locations that are named; the others keep theirs.
 
-        Taking a right away waits, as `close()` does, for the work that may still use it. After a failure all rights
-        are as they were. Source: cuMemSetAccess.
+        Taking a right away excludes other operations and waits, as `close()` does, for the work that may still use it.
+        Raises `InUseError` while operations are under way, or while the CPU looks at the memory through arrays of
+        other libraries and would lose a right: it would crash there. After a failure all rights are as they were.
+        Source: cuMemSetAccess.
         """
         grants = parse_access(access)
         if not grants:
             raise InvalidValueError("a change of access that names no location", rule="name at least one")
         order = list(Access)
-        if any(order.index(right) < order.index(self._right(place)) for place, right in grants):
+        losing = [place for place, right in grants if order.index(right) < order.index(self._right(place))]
+        if not losing:
+            with self._driver.lock:
+                self._check()
+                if self._taken:  # its mappings come and go, and these rights would be for the old ones
+                    self._check_free("given other rights")
+                self._grant_rights(grants)
+            return
+        blind = any(not place.is_device for place in losing)
+        # Not self._taking: what an elastic buffer excludes there, it has excluded already.
+        with Range._taking(self, "given fewer rights", blind):
             self._wait_for_work("change of access")
+            with self._driver.lock:
+                self._grant_rights(grants)
+
+    def _grant_rights(self, grants: Grants) -> None:
+        """Give rights to all that is mapped, or to nothing; the caller holds the lock."""
         before = tuple((place, self._right(place)) for place, _ in grants)
-        with self._driver.lock, Rollback() as rollback:
-            self._check()
-            if self._taken:  # its mappings come and go, and these rights would be for the old ones
-                self._check_free("given other rights")
+        with Rollback() as rollback:
             for address, size in self._ranges():
                 try:
                     self._driver.set_access(address, size, grants)
                 except BaseException as error:
-                    if (
-                        len(grants) > 1
-                    ):  # CUDA applies the locations before the one that it refuses (seen on H200)
+                    # CUDA applies the locations before the one that it refuses (seen on H200).
+                    if len(grants) > 1:
                         undo(error, self._driver.set_access, address, size, before)
                     raise
                 rollback.undo(self._driver.set_access, address, size, before)
@@ -216,14 +229,15 @@ class Range(Resource):
             self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
 
     @contextmanager
-    def _taking(self, doing: str) -> Generator[None]:
+    def _taking(self, doing: str, blind: bool = True) -> Generator[None]:
         """Exclude all other operations for a block that takes the memory away; `doing` is a past participle.
 
-        The addresses stay, so that device arrays of other libraries may, too; only closing refuses those.
+        The addresses stay, so that device arrays of other libraries may, too; only closing refuses those. Arrays
+        through which the CPU looks are refused if it would be `blind` then.
         """
         with self._driver.lock:
             self._check()
-            self._check_free(doing, self._views)
+            self._check_free(doing, self._views if blind else None)
             self._taken = doing
         if watchers:
             tell("begin", self, doing)
