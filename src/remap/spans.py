@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from remap.errors import AccessError, InvalidValueError
+from remap.errors import AccessError, InvalidValueError, RemapError
 from remap.lifetime import tell, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
@@ -34,9 +35,10 @@ class Span(Range):
         Waits until it is done, unless `stream` is given: then the work is queued there. `offset` and `size` are in
         bytes; the whole by default. Raises `AccessError` if nobody may write. Source: cuMemsetD8Async.
         """
+        value = operator.index(value)
         if not 0 <= value <= 255:
             raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
-        size = self._part("fill", offset, size)
+        offset, size = self._part("fill", offset, size)
         with self._using("fill", Access.READ_WRITE, stream, part=(offset, size)) as queue:
             if size and queue is None:
                 ctypes.memset(self._address + offset, value, size)
@@ -51,7 +53,7 @@ class Span(Range):
         cuMemcpyHtoDAsync.
         """
         host = host_array(array, "copy_from_host", writable=False)
-        size = self._part("copy_from_host", offset, host.nbytes)
+        offset, size = self._part("copy_from_host", offset, host.nbytes)
         part = (offset, size)
         with self._using("copy_from_host", Access.READ_WRITE, stream, part=part, keep=host) as queue:
             if size and queue is None:
@@ -67,7 +69,7 @@ class Span(Range):
         cuMemcpyDtoHAsync.
         """
         host = host_array(out, "copy_to_host", writable=True)
-        size = self._part("copy_to_host", offset, host.nbytes)
+        offset, size = self._part("copy_to_host", offset, host.nbytes)
         with self._using("copy_to_host", Access.READ, stream, part=(offset, size), keep=host) as queue:
             if size and queue is None:
                 ctypes.memmove(host.ctypes.data, self._address + offset, size)
@@ -84,7 +86,14 @@ class Span(Range):
         import numpy as np
 
         kind = np.dtype(dtype)
+        offset = operator.index(offset)
         if shape is None:
+            if not kind.itemsize:
+                raise InvalidValueError(
+                    f"{kind!r} without a shape",
+                    rule="its elements have no size, so that no number of them fits",
+                    next_step="Name a type with a size",
+                )
             shape = max(self._size - offset, 0) // kind.itemsize
         out = np.empty(shape, kind)
         self.copy_to_host(out, offset=offset)
@@ -104,10 +113,15 @@ class Span(Range):
         Waits until it is done, unless `stream` is given. The device that copies must be able to write here and read
         there. Source: cuMemcpyDtoDAsync.
         """
+        if not isinstance(source, Span):
+            raise TypeError(
+                f"copy_from takes a buffer or another span of remap, not {type(source)}; copy_from_host takes host "
+                "arrays, and array().copy_from the arrays of other libraries"
+            )
         if size is None:
-            size = min(self._size - offset, source.size - source_offset)
-        size = self._part("copy_from", offset, size)
-        source._part("copy_from", source_offset, size)
+            size = min(self._size - operator.index(offset), source.size - operator.index(source_offset))
+        offset, size = self._part("copy_from", offset, size)
+        source_offset, _ = source._part("copy_from", source_offset, size)
         parts = {"part": (offset, size), "source_part": (source_offset, size)}
         with self._using("copy_from", Access.READ_WRITE, stream, source=source, **parts) as queue:
             target, origin = self._address + offset, source._address + source_offset
@@ -128,17 +142,21 @@ class Span(Range):
 
         return DeviceArray.over(self, dtype, shape, offset)
 
-    def _part(self, asked: str, offset: int, size: int | None) -> int:
-        """Return the size of a part, checked against this span's bounds."""
+    def _part(self, asked: str, offset: int, size: int | None) -> tuple[int, int]:
+        """Return the offset and the size of a part, checked against this span's bounds.
+
+        They are numbers of Python then: one of NumPy's would wrap around when it is added to an address, and is
+        nothing that a C function takes.
+        """
         self._check()
-        if size is None:
-            size = self._size - offset
+        offset = operator.index(offset)
+        size = self._size - offset if size is None else operator.index(size)
         if offset < 0 or size < 0 or offset + size > self._reach:
             raise InvalidValueError(
                 f"{asked} of {format_size(size)} from offset {offset}",
                 rule=f"the {self.kind} has {format_size(self._size)} ({self._size} bytes)",
             )
-        return size
+        return offset, size
 
     @contextmanager
     def _using(
@@ -160,11 +178,11 @@ class Span(Range):
         queue = None
         if place.is_device:
             queue = as_stream(stream, device(place.index))
-        left = queue if stream is not None else None
+        # Work that an interrupt leaves behind (Ctrl-C in the wait) is still running, and uses `keep`.
+        left = queue
         self._begin_use(asked, place, needed, part)
         if watchers:
             tell("begin", self, asked)
-        done = False
         try:
             if source is not None:
                 source._begin_use(asked, place, Access.READ, source_part)
@@ -183,14 +201,17 @@ class Span(Range):
                         yield queue
                         if stream is None:
                             self._driver.synchronize_stream(queue.handle)
-                done = True
+                            left = None
+            except RemapError:  # refused, or reported by the wait
+                left = None
+                raise
             finally:
                 if source is not None:
-                    source._end_use(left if done else None)
+                    source._end_use(left)
         finally:
             if watchers:
                 tell("end", self, asked)
-            self._end_use(left if done else None, keep)
+            self._end_use(left, keep)
 
     def _actor(self, asked: str, needed: Access, stream: StreamLike | None, source: Span | None) -> Location:
         """Return the location that carries an operation out: the stream's device, else one that has the rights."""

@@ -1,0 +1,79 @@
+"""Numbers and objects of other types where remap asks for its own: taken for what they are, or refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remap
+from remap import MiB
+
+SIZE = 4 * MiB
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int8, np.int32, np.int64, np.uint64])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_numbers_of_numpy_are_numbers(number: Callable[[int], Any], place: str) -> None:
+    """NumPy integers of any width serve as offsets, sizes and bytes.
+
+    Added to an address as they are, they wrap around, or reach the thread of a stream that can do nothing with them:
+    the context was lost.
+    """
+    where = 0 if place == "device" else remap.Host()
+    with (
+        remap.allocate(SIZE, resident=where, accessing=where) as buffer,
+        remap.allocate(SIZE, resident=where, accessing=where) as other,
+    ):
+        buffer.fill(0)
+        buffer.fill(number(7), offset=number(5), size=number(3))
+        assert buffer.to_host(shape=10).tolist() == [0, 0, 0, 0, 0, 7, 7, 7, 0, 0]
+        buffer.copy_from_host(b"abc", offset=number(1))
+        out = bytearray(2)
+        buffer.copy_to_host(out, offset=number(2))
+        assert out == b"bc"
+        assert bytes(buffer.to_host(shape=3, offset=number(1))) == b"abc"
+        other.fill(0)
+        other.copy_from(buffer, offset=number(2), source_offset=number(1), size=number(3))
+        assert bytes(other.to_host(shape=6)) == b"\0\0abc\0"
+        remap.device(0).synchronize()
+
+
+@pytest.mark.parametrize("wrong", [1.0, "1", None, b"1"])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_what_is_no_number_is_refused(wrong: Any, place: str) -> None:
+    """Floats, text and None are a TypeError before anything is queued, wherever the memory lies."""
+    where = 0 if place == "device" else remap.Host()
+    with remap.allocate(SIZE, resident=where, accessing=where) as buffer:
+        buffer.fill(3)
+        acts: list[Callable[[], object]] = [
+            lambda: buffer.fill(wrong),
+            lambda: buffer.fill(1, offset=wrong),
+            lambda: buffer.copy_from_host(b"a", offset=wrong),
+            lambda: buffer.copy_to_host(bytearray(1), offset=wrong),
+            lambda: buffer.to_host(offset=wrong),
+            lambda: buffer.copy_from(buffer, offset=wrong),
+            lambda: buffer.copy_from(buffer, source_offset=wrong),
+        ]
+        if wrong is not None:
+            acts.append(lambda: buffer.fill(1, size=wrong))
+        for act in acts:
+            with pytest.raises(TypeError):
+                act()
+        assert (buffer.to_host() == 3).all()
+
+
+@pytest.mark.parametrize("source", [None, 5, "text", np.zeros(4, np.uint8)])
+def test_copy_from_takes_spans_only(source: Any) -> None:
+    """Anything but a span is refused with what to call instead."""
+    with remap.allocate(SIZE) as buffer, pytest.raises(TypeError, match="copy_from_host"):
+        buffer.copy_from(source)
+
+
+@pytest.mark.parametrize("dtype", ["S0", "V0", []])
+def test_elements_of_no_size(dtype: Any) -> None:
+    """How many elements without bytes fit is no question; it was a division by zero."""
+    with remap.allocate(SIZE) as buffer, pytest.raises(remap.InvalidValueError, match="size"):
+        buffer.to_host(dtype)
