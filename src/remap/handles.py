@@ -202,12 +202,14 @@ class _Table:
         self._sizes: dict[int, int] = {}
 
     def add(self, start: int, size: int) -> None:
-        self._starts.insert(bisect_right(self._starts, start), start)
         self._sizes[start] = size
+        at = bisect_right(self._starts, start)
+        self._starts[at:at] = (start,)  # not a call, during which a signal's handler could raise
 
     def remove(self, start: int) -> None:
+        at = bisect_right(self._starts, start) - 1
+        del self._starts[at]
         del self._sizes[start]
-        del self._starts[bisect_right(self._starts, start) - 1]
 
     def overlapping(self, start: int, size: int) -> tuple[int, int] | None:
         """Return (offset, size) of the first mapping that shares a byte with the range, or None."""

@@ -20,9 +20,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeAlias
 
 from remap.cards import card
@@ -76,18 +77,19 @@ class Release:
             except ContextLostError as error:
                 first = None if known else error
         for call, arguments in self.steps:
+            # Set before the call: an interrupt is raised when it has returned, and nothing may be given back twice.
+            before, self.begun = self.begun, True
             try:
                 call(*arguments)
             except ContextLostError:
                 pass
             except InUseError:
+                self.begun = before
                 raise
             except RemapError as error:
-                if first is None:
-                    first = error
-                else:
+                if first is not None:
                     first.add_note(f"and then: {error}")
-            self.begun = True
+                first = first or error
         if first is not None:
             raise first
 
@@ -328,26 +330,32 @@ def drain() -> int:
     """Run the releases that finalisers queued, mappings first; return how many.
 
     Does nothing while a stream is being captured, since waiting would break the capture. What fails here can be
-    raised to nobody, so it is a `RemapWarning`.
+    raised to nobody, so it is a `RemapWarning`. What is refused (`InUseError`), or left undone by an interrupt or by a
+    warning made an error, stays queued for a later call.
     """
     if _process.captures:
         return 0
     releases: list[Release] = []
-    while queued:
-        try:
+    with suppress(IndexError):  # another thread took the last one
+        while queued:
             releases.append(queued.popleft())
-        except IndexError:  # another thread took the last one
-            break
-    for release in sorted(releases, key=_order):
-        try:
-            release.run()
-        except RemapError as error:
-            warnings.warn(f"giving back an unclosed object failed: {error}", RemapWarning, stacklevel=2)
-    return len(releases)
-
-
-def _order(release: Release) -> int:
-    return release.order
+    waiting = deque(sorted(releases, key=attrgetter("order")))
+    refused: list[Release] = []
+    try:
+        while waiting:
+            try:
+                waiting[0].run()
+            except RemapError as error:
+                if isinstance(error, InUseError) and not waiting[0].begun:
+                    refused.append(waiting[0])
+                else:
+                    waiting[0].begun = True  # told once, and not tried again
+                    failed = f"giving back an unclosed object failed: {error}"
+                    warnings.warn(failed, RemapWarning, stacklevel=2)
+            waiting.popleft()
+    finally:
+        queued.extend(release for release in (*refused, *waiting) if not release.begun)
+    return len(releases) - len(refused)
 
 
 def collect() -> int:

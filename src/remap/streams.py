@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.errors import InUseError, InvalidValueError
-from remap.lifetime import Description, Release, Resource, Rollback, Step, captures_running, epoch
+from remap.lifetime import Description, Release, Resource, Rollback, captures_running, epoch
 from remap.locations import Device, DeviceLike, device
 
 
@@ -135,11 +136,9 @@ class Stream(Resource, StreamCalls):
 
     def _detach(self) -> Release:
         driver, at, handle = self._driver, self.device, self.handle
-        steps: list[Step] = [
-            (_in_context, (at, driver.synchronize_stream, handle)),
-            (_in_context, (at, driver.destroy_stream, handle)),
-        ]
-        return Release(1, steps)
+        # A wait and no step: interrupted, it leaves the stream open, and its work known.
+        wait = partial(_in_context, at, driver.synchronize_stream, handle)
+        return Release(1, [(_in_context, (at, driver.destroy_stream, handle))], wait)
 
     def describe(self) -> Description:
         """Return what this stream is."""

@@ -210,9 +210,11 @@ class Allocations:
             return
         # Outside the lock: giving back a GiB of pages takes long, and nobody can find this memory any more.
         if dead.file is None:
-            give_pages(dead.extent, dead.size)
-            with self._machine.lock:
-                self._machine.budget(dead.properties.location).give(dead.size)
+            try:
+                give_pages(dead.extent, dead.size)
+            finally:  # also when an interrupt (Ctrl-C) comes in the call
+                with self._machine.lock:
+                    self._machine.budget(dead.properties.location).give(dead.size)
         else:
             with self._machine.lock:
                 if self._files.leave(dead.file):
