@@ -29,8 +29,8 @@ _LONGEST = 1 << 16
 class Walk:
     """Steps on one driver: each turns three numbers into at most one call.
 
-    `allocations` and `granules` bound how much memory it holds. Without `to_the_end`, transfers that begin on good memory
-    and run into forbidden memory are left out.
+    `allocations` and `granules` bound how much memory it holds. Without `to_the_end`, transfers that begin on good
+    memory and run into forbidden memory are left out.
     """
 
     def __init__(
