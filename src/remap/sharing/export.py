@@ -55,7 +55,7 @@ def export(
         span, start = cast("Span", memory.owner), memory.offset + offset
     else:
         span, start = memory, offset
-    size = span._part("export", start, size)
+    start, size = span._part("export", start, size)
     right = Access.parse(access)
     if right is Access.NONE:
         raise InvalidValueError("export with no access", rule='importers are offered "r" or "rw"')
