@@ -98,6 +98,16 @@ class ElasticTensor:
         return self.view(self._rows)
 
     @property
+    def whole(self) -> Tensor:
+        """A tensor of all rows there can be, for captures and indexing: only the rows there are may be touched.
+
+        What reads or writes others faults, as it would in memory that is not there.
+        """
+        if not self.buffer._open:
+            raise ClosedError("use of a closed ElasticTensor")
+        return self._whole
+
+    @property
     def data_ptr(self) -> int:
         """The address of the first row, the same for ever."""
         return self.buffer._address

@@ -126,8 +126,8 @@ class Pool:
         """Capture into a `torch.cuda.CUDAGraph` whose memory lies in this pool; options are `torch.cuda.graph`'s.
 
         Captures with the same `pool`, any handle of torch's, share memory, with torch's rules for that; it is never
-        used itself. Enter this outside of blocks of the same pool. The graph stays valid over sleep and wake; it must not be
-        replayed while the pool sleeps.
+        used itself. Enter this outside of blocks of the same pool. The graph stays valid over sleep and wake; it must
+        not be replayed while the pool sleeps.
         """
         at = torch.cuda.current_device()
         with self._visiting([at]):
