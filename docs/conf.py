@@ -26,6 +26,8 @@ exclude_patterns = ["*.py", "**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_title = "remap"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
