@@ -7,6 +7,7 @@ Importing it loads no driver and no wing; each name loads its room on first use.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ if TYPE_CHECKING:
     from remap.locations import Device as Device
     from remap.locations import device as device
     from remap.locations import devices as devices
+    from remap.observe.leaks import leaks as leaks
+    from remap.observe.leaks import record_sites as record_sites
+    from remap.observe.snapshot import Snapshot as Snapshot
+    from remap.observe.snapshot import snapshot as snapshot
+    from remap.observe.trace import trace as trace
     from remap.residency import ChunkEvent as ChunkEvent
     from remap.residency import DiskError as DiskError
     from remap.residency import Group as Group
@@ -235,6 +241,9 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "sharing.multicast": ("MulticastObject", "MulticastView"),
     "sharing.ranks": ("MpiExchange", "TorchExchange"),
     "sharing.symmetric": ("SymmetricBuffer",),
+    "observe.leaks": ("leaks", "record_sites"),
+    "observe.snapshot": ("Snapshot", "snapshot"),
+    "observe.trace": ("trace",),
     "residency": (
         "ChunkEvent",
         "DiskError",
@@ -281,3 +290,13 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Return every public name."""
     return [*__all__, *_MODULES, "__version__"]
+
+
+def _trace_all() -> None:
+    from remap.observe.trace import from_environment
+
+    from_environment()
+
+
+if os.environ.get("REMAP_TRACE"):
+    _trace_all()

@@ -16,7 +16,11 @@ from collections.abc import Sequence
 import click
 
 from remap.cli.demo import demo
+from remap.cli.doctor import doctor
+from remap.cli.explain import explain
+from remap.cli.map import map_
 from remap.cli.serve import serve
+from remap.cli.trace import trace
 from remap.cli.waived import Waived
 from remap.errors import RemapError
 
@@ -35,6 +39,10 @@ def cli(context: click.Context) -> None:
 
 
 cli.add_command(demo)
+cli.add_command(doctor)
+cli.add_command(map_)
+cli.add_command(trace)
+cli.add_command(explain)
 cli.add_command(serve)
 
 

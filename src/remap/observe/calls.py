@@ -37,9 +37,10 @@ class Tap:
         self.driver = driver
         self.listening = True
         self._covered: dict[str, Any] = {}
-        kind: Any = type(driver)
         for name in dir(driver):
-            if name.startswith("_") or isinstance(inspect.getattr_static(kind, name, None), property):
+            if name.startswith("_") or isinstance(
+                inspect.getattr_static(driver.__class__, name, None), property
+            ):
                 continue
             call = getattr(driver, name)
             if inspect.isroutine(call):

@@ -1,0 +1,437 @@
+"""One small broken program for each public error, with cause and cure: for `remap explain` and the documentation.
+
+The programs run on the host driver, where no GPU is needed; the tests run each of them, and see that it raises what it
+is to explain.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from remap.errors import InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """An error, a program that raises it, why it does, and what to do."""
+
+    name: str
+    summary: str
+    program: str
+    cause: str
+    cure: str
+
+    def message(self) -> str:
+        """Run the program in a process of its own, and return the last thing that it says."""
+        return run(self.program)
+
+
+def run(program: str, patience: float = 60) -> str:
+    """Run a program on the host driver and return the line that names its error, and its notes."""
+    environment = {**os.environ, "REMAP_DRIVER": "host"}
+    environment.pop("REMAP_TRACE", None)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.py")  # a file, as kernels are compiled from their source
+        path.write_text(program, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=patience,
+            env=environment,
+            check=False,
+        )
+    lines = [line for line in done.stderr.splitlines() if line and not line[0].isspace()]
+    told = [line for line in lines if line.startswith("remap.") or "Warning: " in line]
+    return (told or lines or ["it said nothing"])[-1]
+
+
+def find(name: str) -> Mistake:
+    """Return the mistake of an error by its name, in any case and with or without `Error`."""
+    known = {key.lower(): one for key, one in MISTAKES.items()}
+    asked = name.lower().removeprefix("remap.")
+    found = known.get(asked) or known.get(f"{asked}error")
+    if found is None:
+        near = get_close_matches(asked, known, n=1, cutoff=0.5)
+        raise InvalidValueError(
+            f"error {name!r}",
+            rule="remap raises no error of that name",
+            next_step=f"Did you mean {known[near[0]].name}?" if near else "remap explain lists them all",
+        )
+    return found
+
+
+_ALL = (
+    Mistake(
+        "RemapError",
+        "the root of all errors of remap",
+        """\
+import remap
+
+remap.allocate("12 parsecs")
+""",
+        "Every error of remap is one: this one is an InvalidValueError. Its message says what was "
+        "asked, the rule, and the "
+        "next step; the three are attributes, too (asked, rule, next_step).",
+        "Catch the particular error where you can do something about it, and RemapError at the "
+        "edge of a program.",
+    ),
+    Mistake(
+        "InvalidValueError",
+        "an argument has a value that no call could take",
+        """\
+import remap
+
+remap.device(99)
+""",
+        "The value itself is wrong, whatever the state of the program: a device that does not "
+        "exist, a negative size, "
+        "text that is no size. It is a ValueError, too.",
+        "Read the rule in the message; remap.devices() lists the devices.",
+    ),
+    Mistake(
+        "AlignmentError",
+        "a size, an offset or an alignment does not fit the granularity",
+        """\
+import remap
+
+remap.create(1000)
+""",
+        "A physical allocation is made of whole granules (2 MiB), as the driver maps nothing "
+        "smaller. remap.create is "
+        "strict, since its sizes must add up inside a reservation.",
+        "Use one of the sizes that the message names, or remap.allocate, which rounds up.",
+    ),
+    Mistake(
+        "ClosedError",
+        "the object was closed before",
+        """\
+import remap
+
+with remap.allocate("2MiB") as memory:
+    memory.fill(1)
+memory.fill(2)
+""",
+        "The with block gave the memory back. The object owns nothing any more, and its address "
+        "may be someone else's.",
+        "Use it inside of the block, or close it later.",
+    ),
+    Mistake(
+        "InUseError",
+        "something else still uses the object",
+        """\
+import remap
+
+allocation = remap.create("2MiB")
+addresses = remap.reserve("4MiB")
+mapping = addresses.map(allocation, access={0: "rw"})
+addresses.close()
+""",
+        "Addresses with a mapping in them cannot be freed: whoever uses the mapping would be left "
+        "without them. The same "
+        "error ends a second operation that would take memory away under a first one.",
+        "Close the mappings first (mapping.close()), or let the other operation end. Nothing has "
+        "changed meanwhile.",
+    ),
+    Mistake(
+        "AccessError",
+        "the location has no such right to this memory",
+        """\
+import remap
+
+with remap.allocate("2MiB", access="r") as memory:
+    memory.fill(1)
+""",
+        "Rights are those that were asked for, and no more: nobody may write here. Locations that "
+        "were not named have "
+        "no access at all.",
+        'Grant it when the memory is mapped (access="rw"), or later: memory.set_access({0: "rw"}).',
+    ),
+    Mistake(
+        "PausedError",
+        "no memory stands behind the address at the moment",
+        """\
+import remap
+
+with remap.allocate("2MiB") as memory:
+    remap.pause(memory)
+    memory.fill(1)
+""",
+        "The buffer sleeps: it has kept its address, and given its memory back.",
+        "remap.resume(memory) first.",
+    ),
+    Mistake(
+        "LaunchError",
+        "a kernel cannot be launched like this",
+        """\
+import remap
+
+@remap.kernel
+def double(out: remap.DisjointSlice):
+    i = remap.index_1d()
+    out[i] = out[i] * 2
+
+with remap.DeviceBuffer.zeroed(64) as x:
+    double.launch(x, grid=(8, 8), block=8)
+""",
+        "The configuration or an argument does not fit the kernel; nothing was launched. Here a "
+        "kernel that counts its "
+        "threads in one dimension was given a grid of two.",
+        "Read the rule in the message: it names the argument or the limit.",
+    ),
+    Mistake(
+        "KernelError",
+        "a kernel did what a GPU would do wrongly in silence",
+        """\
+import remap
+
+@remap.kernel
+def collide(out: remap.DisjointSlice):
+    i = remap.index_1d()
+    remap.unchecked(out)[i // 2] = 1.0
+
+with remap.DeviceBuffer.zeroed(64) as x:
+    collide.launch(x, grid=1, block=64)
+    x.to_host()
+""",
+        "Two threads write one element. The host driver sees it, and reports it at the next wait; "
+        "a GPU would let either "
+        "of them win. The same error reports reads beyond an array and barriers that not all threads reach.",
+        "Let each thread write its own element: out[i] of a DisjointSlice cannot do otherwise.",
+    ),
+    Mistake(
+        "CompileError",
+        "a kernel's source cannot be compiled",
+        """\
+import remap
+
+@remap.kernel
+def kernel(out: remap.DisjointSlice):
+    i = remap.index_1d()
+    out[i] = open("file")
+
+with remap.DeviceBuffer.zeroed(64) as x:
+    kernel.launch(x, grid=1, block=64)
+""",
+        "Kernels in Python are a small part of Python: numbers, arrays, loops, conditions and "
+        "remap's own words.",
+        "The message names the line and the rule. For CUDA C++ it carries the compiler's log.",
+    ),
+    Mistake(
+        "DriverError",
+        "the driver refused a call",
+        """\
+import remap
+
+remap.driver().release(12345)
+""",
+        "The base of all refusals of the driver; call, name and code say which. Raw driver calls, "
+        "as here, check nothing "
+        "beforehand; remap's objects cannot make such a call.",
+        "Look the name up in the driver's documentation; `remap trace --as c` shows the calls before it.",
+    ),
+    Mistake(
+        "OutOfMemoryError",
+        "physical memory ran out",
+        """\
+import remap
+
+remap.create("1TiB")
+""",
+        "The location has not as much free memory. The message says what was asked and what is "
+        "free; memory that other "
+        "processes use counts, too. It is a MemoryError as well.",
+        "Close, pause or trim something there: print(remap.snapshot()) shows who holds what, "
+        "print(remap.leaks()) where "
+        "it was made.",
+    ),
+    Mistake(
+        "OutOfAddressSpaceError",
+        "addresses ran out, and not memory",
+        """\
+import remap
+
+remap.reserve("256TiB")
+""",
+        "A process has 128 TiB of addresses at most. The host driver raises it, too, when the "
+        "kernel's table of mappings "
+        "(vm.max_map_count) is nearly full.",
+        "Reserve less, or raise the limit that `remap doctor` names.",
+    ),
+    Mistake(
+        "NotSupportedError",
+        "the device, the driver or the platform cannot do this",
+        """\
+import remap
+
+remap.device(0).require("win32")
+""",
+        "The capability that is missing is the error's attribute `capability`; the message says "
+        "why it is missing.",
+        "`remap doctor` names the cure for each, where there is one.",
+    ),
+    Mistake(
+        "NotPermittedError",
+        "the driver could do this, but this process may not",
+        """\
+import remap
+from remap.drivers.wrappers import Faulty
+from remap.errors import CudaResult
+
+# What a machine without an IMEX channel answers; the host driver has no such rule.
+driver = Faulty(remap.driver())
+remap.use(driver)
+driver.fail("create", result=CudaResult.NOT_PERMITTED)
+remap.create("2MiB", shareable="posix_fd")
+""",
+        "Fabric handles need an IMEX channel that an administrator grants, and both ends need the same one.",
+        '`remap doctor` says how to make one. On one machine shareable="posix_fd" serves as well.',
+    ),
+    Mistake(
+        "IllegalAddressError",
+        "a kernel touched an address that its device may not",
+        """\
+from types import SimpleNamespace
+
+import remap
+from remap.types import LaunchConfig
+
+def stray(launch):
+    launch.read(0x1000, 4)
+
+nothing = SimpleNamespace(pointers=0, values=())
+
+device = remap.device(0)
+with device.current():
+    remap.driver().launch(stray, LaunchConfig((1, 1, 1), (1, 1, 1)), 0, nothing, None)
+    device.synchronize()
+""",
+        "The memory was unmapped, or the device has no right to it, when the kernel ran. The "
+        "context is lost for this "
+        "process, as on a GPU; the wait reports it, and has not caused it.",
+        "End the process. Look for memory that was closed with after=None, and for addresses that "
+        "outlived their buffer; "
+        "compute-sanitizer names the line of the kernel.",
+    ),
+    Mistake(
+        "ContextLostError",
+        "the context is lost to an earlier fault",
+        """\
+import remap
+from remap.drivers.wrappers import Faulty
+from remap.errors import CudaResult
+
+# What a device assertion in a kernel answers to whoever waits next.
+driver = Faulty(remap.driver())
+remap.use(driver)
+driver.fail("synchronize_context", result=CudaResult.ASSERT)
+remap.device(0).synchronize()
+""",
+        "A kernel failed for good: it ran into an assertion, or the hardware did. From then on "
+        "every call answers so; "
+        "this one reports it, and has not caused it.",
+        "End the process. Closing objects afterwards is silent, so that with blocks still end.",
+    ),
+    Mistake(
+        "DriverNotFoundError",
+        "no driver could be opened",
+        """\
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import remap
+
+remap.use("cuda")
+""",
+        "The message and `attempts` list each driver that was tried, with its reason.",
+        "`remap doctor` names the cure. Without a name, remap takes the host driver where CUDA is "
+        "not to be had.",
+    ),
+    Mistake(
+        "ForkedError",
+        "the object was made before a fork, and this is the child",
+        """\
+import os
+import sys
+
+import remap
+
+memory = remap.allocate("2MiB")
+if os.fork() == 0:
+    memory.fill(1)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+""",
+        "Memory of a driver belongs to the process that made it; the child's copy of the object is inert.",
+        "Make it in the child, or share it: remap.export there, remap.open here. For CUDA, start "
+        "processes with "
+        'multiprocessing.get_context("spawn").',
+    ),
+    Mistake(
+        "ShareError",
+        "memory could not be handed to, or taken from, another process",
+        """\
+import remap
+
+with remap.allocate("2MiB") as memory:
+    remap.export(memory)
+""",
+        "The driver fixes at its creation how an allocation can be shared, and this one was made "
+        "for nobody else.",
+        'Ask for it then: remap.allocate("2MiB", shareable="posix_fd").',
+    ),
+    Mistake(
+        "DescriptorError",
+        "what is said to describe shared memory does not",
+        """\
+import remap
+
+remap.open(b"not a descriptor")
+""",
+        "What comes from another process is checked before it is believed: here it is no "
+        "descriptor at all. A descriptor "
+        "that promises other sizes than the driver finds is refused as well.",
+        "Send the bytes of remap.export(…).to_bytes() whole and unchanged, between equal versions of remap.",
+    ),
+    Mistake(
+        "DiskError",
+        "a backup could not be written to, or read from, a file",
+        """\
+import remap
+
+with remap.allocate("2MiB") as memory:
+    remap.pause(memory, keep="disk", directory="/nowhere")
+""",
+        "The directory does not exist, or has not enough free space. The buffer is as it was.",
+        "Free space there, or name another directory=.",
+    ),
+    Mistake(
+        "RemapWarning",
+        "a clean-up failed where no error could be raised",
+        """\
+import remap
+from remap.drivers.wrappers import Faulty
+
+driver = Faulty(remap.driver())
+remap.use(driver)
+memory = remap.create("2MiB")
+driver.fail("release")
+del memory
+remap.collect()
+""",
+        "The object was collected unclosed (a ResourceWarning says so), and giving its memory back "
+        "failed afterwards: "
+        "nobody was there to catch an error.",
+        "Close objects, or use them in with statements: then the failure is an error, at a place "
+        "that you know.",
+    ),
+)
+
+MISTAKES = {one.name: one for one in _ALL}
+"""Each public error by name."""
