@@ -257,3 +257,14 @@ def driver_error(
         _seen_sticky.append(name)
         rule, next_step = rule or _STICKY_RULE, next_step or _STICKY_STEP
     return kind(call, name, code, asked=asked, rule=rule, next_step=next_step)
+
+
+def not_supported(
+    call: str, asked: str, rule: str = "", next_step: str = "", *, capability: str | None = None
+) -> NotSupportedError:
+    """Return the error that stands for NOT_SUPPORTED; `capability` names what is missing, if it is one."""
+    code = CudaResult.NOT_SUPPORTED
+    name = f"CUDA_ERROR_{code.name}"
+    error = NotSupportedError(call, name, code, asked=asked, rule=rule, next_step=next_step)
+    error.capability = capability
+    return error

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex, TypeAlias
 
 from remap import drivers
 from remap.drivers.protocol import Driver
-from remap.errors import InvalidValueError, NotSupportedError, driver_error
+from remap.errors import InvalidValueError, not_supported
 from remap.types import (
     Access,
     AllocationProperties,
@@ -69,12 +69,8 @@ class Device:
         """Raise `NotSupportedError`, naming the capability and the reason, unless the device has it."""
         found = self.capabilities[capability]
         if not found:
-            error = driver_error(
-                "cuDeviceGetAttribute", 801, asked=f"{capability} on {self}", rule=found.reason
-            )
-            assert isinstance(error, NotSupportedError)
-            error.capability = capability
-            raise error
+            asked = f"{capability} on {self}"
+            raise not_supported("cuDeviceGetAttribute", asked, found.reason, capability=capability)
 
     def memory(self) -> MemoryInfo:
         """Return free and total memory in bytes, machine-wide, at this moment. (cuMemGetInfo)"""
@@ -95,7 +91,8 @@ class Device:
 
     def backing_devices(self) -> tuple[Device, ...]:
         """Return the devices that can back memory this one uses: itself and its peers that have VMM (A3)."""
-        return tuple(d for d in sorted((self, *self.peers()), key=_index) if d.capabilities["vmm"])
+        found = sorted((self, *self.peers()), key=lambda one: one.index)
+        return tuple(one for one in found if one.capabilities["vmm"])
 
     def synchronize(self) -> None:
         """Wait for all work of this device's context. (cuCtxSynchronize)"""
@@ -262,7 +259,3 @@ def _own(found: Device, driver: Any) -> Device:
             next_step=f"Ask again: remap.device({found.index})",
         )
     return found
-
-
-def _index(one: Device) -> int:
-    return one.index

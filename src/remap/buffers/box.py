@@ -10,7 +10,7 @@ from remap.buffers.fixed import FixedMemory
 from remap.buffers.pooled import borrow
 from remap.buffers.typed import OwnedMemory, Shape, extent, place_of
 from remap.drivers.powers import PoolFigures, SupportsPools
-from remap.errors import InUseError, OutOfMemoryError, driver_error
+from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
 from remap.lifetime import Release, drain, queued, undo
 from remap.locations import Device, DeviceLike, device
 from remap.sizes import Size, format_size, parse_size
@@ -213,7 +213,11 @@ def allocate_pooled(size: int, at: Device, home: Queue) -> PoolMemory:
         drain()
     _pool_of(at)
     if home.device != at:
-        raise driver_error("cuMemAllocAsync", 1, asked=f"pool memory of {at} on a stream of {home.device}")
+        raise InvalidValueError(
+            f"pool memory of {at} on a stream of {home.device}",
+            rule="memory of a pool is allocated in the order of a stream of its own device",
+            next_step="Pass a stream of that device, or its device=",
+        )
     try:
         return PoolMemory(at, size, home)
     except OutOfMemoryError as error:

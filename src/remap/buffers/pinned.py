@@ -8,7 +8,7 @@ from remap import drivers
 from remap.buffers.fixed import FixedMemory
 from remap.buffers.typed import OwnedMemory, Shape, extent
 from remap.drivers.powers import SupportsPinned
-from remap.errors import OutOfMemoryError, driver_error
+from remap.errors import OutOfMemoryError, not_supported
 from remap.lifetime import Release, Step, drain, queued
 from remap.locations import Device, device, devices
 from remap.sizes import format_size
@@ -45,7 +45,7 @@ class PinnedMemory(FixedMemory):
 
     def _pin(self, driver: Any) -> None:
         if not isinstance(driver, SupportsPinned):
-            raise driver_error("cuMemHostAlloc", 801, asked="pinned memory", rule="this driver has none")
+            raise not_supported("cuMemHostAlloc", "pinned memory", "this driver has none")
         array = self._array
         with self.device.current():
             if array is None:
@@ -57,7 +57,7 @@ class PinnedMemory(FixedMemory):
             if driver.device_pointer(self._address) != self._address:
                 undo(self._address)
                 rule = "devices reach it at another address than the CPU"
-                raise driver_error("cuMemHostGetDevicePointer", 801, asked="pinned memory", rule=rule)
+                raise not_supported("cuMemHostGetDevicePointer", "pinned memory", rule)
         self._steps = [(_in_context, (self.device, undo, self._address))]
 
     def _actor(self, asked: str, needed: Access, stream: StreamLike | None, source: Span | None) -> Location:

@@ -16,7 +16,7 @@ import numpy as np
 
 from remap.arrays import DeviceArray
 from remap.collectives.layout import ARRIVALS, DATA, RESULT, STATUS
-from remap.errors import InvalidValueError, NotSupportedError, RemapError, ShareError, driver_error
+from remap.errors import InvalidValueError, ShareError, not_supported
 from remap.kernels import Kernel, Module, load
 from remap.lifetime import Rollback
 from remap.locations import Device, DeviceLike, device
@@ -216,15 +216,12 @@ def _fitting(which: DeviceLike | None) -> Device:
 def check_architecture(capability: tuple[int, int], name: str) -> None:
     """Raise `NotSupportedError` for a device whose compute capability has no multimem instructions."""
     if capability < MulticastCollectives.NEEDS:
-        error: RemapError = driver_error(
+        raise not_supported(
             "cuMulticastCreate",
-            801,
-            asked=f"multicast kernels on {name}",
-            rule=f"multimem instructions need sm_90 or newer, and it is sm_{capability[0]}{capability[1]}",
+            f"multicast kernels on {name}",
+            f"multimem instructions need sm_90 or newer, and it is sm_{capability[0]}{capability[1]}",
+            capability="multicast",
         )
-        assert isinstance(error, NotSupportedError)
-        error.capability = "multicast"
-        raise error
 
 
 def _count(x: Span | DeviceArray) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap.drivers.graph_powers import NodeKind
-from remap.errors import InUseError, NotSupportedError, RemapError
+from remap.errors import InUseError, NotSupportedError, RemapError, not_supported
 from remap.graphs import footprint
 from remap.graphs.nodes import Allocation, GraphMemory, Node, _in_context, raise_failure
 from remap.kernels.module import Module
@@ -194,13 +194,11 @@ class Executable(Resource):
         graph._check()
         memory = (NodeKind.ALLOCATE, NodeKind.FREE)
         if any(node.kind in memory for node in (*self._nodes, *graph.nodes)):
-            raise NotSupportedError(
+            raise not_supported(
                 "cuGraphExecUpdate",
-                "CUDA_ERROR_NOT_SUPPORTED",
-                801,
-                asked=f"an update of {self.describe()} with {graph.describe()}",
-                rule="the driver does not update graphs with memory nodes",
-                next_step="Close this executable and instantiate the graph",
+                f"an update of {self.describe()} with {graph.describe()}",
+                "the driver does not update graphs with memory nodes",
+                "Close this executable and instantiate the graph",
             )
         with self.device.current():
             self._driver.graph_update(self._handle, graph._handle)

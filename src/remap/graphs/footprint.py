@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from remap.drivers.graph_powers import GraphFigures, HighMark, SupportsGraphMemory
-from remap.errors import NotSupportedError, driver_error
+from remap.graphs.nodes import missing
 from remap.lifetime import drain, queued
 from remap.locations import Device, DeviceLike, device
 
@@ -22,10 +22,7 @@ class GraphPool:
         self.device = at
         driver: Any = at._driver
         if not isinstance(driver, SupportsGraphMemory):
-            error = driver_error("cuDeviceGetGraphMemAttribute", 801, asked=f"graph memory of {at}")
-            assert isinstance(error, NotSupportedError)
-            error.capability = "graph memory"
-            raise error
+            raise missing("graph memory", f"graph memory of {at}")
         self._driver: SupportsGraphMemory = driver
 
     def footprint(self) -> GraphFigures:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from remap.drivers.graph_powers import NodeInfo, NodeKind, SupportsGraphMemory, SupportsGraphs
-from remap.errors import InvalidValueError, NotSupportedError
+from remap.errors import InvalidValueError, NotSupportedError, not_supported
 from remap.graphs.building import Nodes, _handles
 from remap.graphs.executable import Executable
 from remap.graphs.nodes import Allocation, Condition, Node, missing
@@ -259,7 +259,7 @@ def _conditional(
 
 def _forbidden(asked: str, rule: str) -> NotSupportedError:
     # The driver says the same; asked beforehand, the answer names the object.
-    return NotSupportedError("cuGraph", "CUDA_ERROR_NOT_SUPPORTED", 801, asked=asked, rule=rule)
+    return not_supported("cuGraph", asked, rule)
 
 
 def _lines(nodes: Nodes, depth: int) -> list[str]:

@@ -17,8 +17,7 @@ from remap.errors import (
     InvalidValueError,
     LaunchError,
     NotSupportedError,
-    RemapError,
-    driver_error,
+    not_supported,
 )
 from remap.lifetime import Description, Release, Step
 from remap.locations import Device
@@ -248,12 +247,9 @@ def raise_failure(failures: deque[BaseException], asked: str) -> None:
         ) from error
 
 
-def missing(capability: str, asked: str) -> RemapError:
+def missing(capability: str, asked: str) -> NotSupportedError:
     """Return the error for a power that the driver does not have."""
-    error = driver_error("cuGraphCreate", 801, asked=asked, rule=f"the driver has no {capability}")
-    assert isinstance(error, NotSupportedError)
-    error.capability = capability
-    return error
+    return not_supported("cuGraphCreate", asked, f"the driver has no {capability}", capability=capability)
 
 
 def _in_context(at: Device, call: Callable[..., None], *arguments: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from remap.errors import NotSupportedError, driver_error
+from remap.errors import not_supported
 from remap.integrations.memory import PoolMemory
 from remap.integrations.support import immortal
 from remap.integrations.tensors import torch
@@ -140,9 +140,7 @@ def check_torch() -> None:
     elif os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         why, step = "PYTORCH_NO_CUDA_MEMORY_CACHING is set, and torch then passes pools over", "Unset it"
     if why:
-        error = driver_error("torch.cuda.MemPool", 801, asked="a pool of torch", rule=why, next_step=step)
-        assert isinstance(error, NotSupportedError)
-        raise error
+        raise not_supported("torch.cuda.MemPool", "a pool of torch", why, step)
 
 
 def expandable_segments() -> bool:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from remap import drivers
-from remap.errors import InvalidValueError, NotSupportedError, driver_error
+from remap.errors import InvalidValueError, NotSupportedError, not_supported
 from remap.integrations.pools import PoolOptions, pool_of, pools
 from remap.integrations.sleeping import sleep, wake
 from remap.integrations.tensors import torch
@@ -217,15 +217,8 @@ def _import(name: str) -> Any:
 
 def _refusal(why: str) -> NotSupportedError:
     version = getattr(_import("vllm"), "__version__", "of unknown version")
-    error = driver_error(
-        "vllm",
-        801,
-        asked=f"remap as the allocator of vLLM {version}",
-        rule=why,
-        next_step=f"Unset {FLAG}, or use a version that remap knows",
-    )
-    assert isinstance(error, NotSupportedError)
-    return error
+    step = f"Unset {FLAG}, or use a version that remap knows"
+    return not_supported("vllm", f"remap as the allocator of vLLM {version}", why, step)
 
 
 def _keeps_host() -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from remap.arrays import DeviceArray
 from remap.buffers.base import Buffer
 from remap.buffers.plain import PlainMemory
-from remap.errors import InUseError, InvalidValueError, NotSupportedError, ShareError, driver_error
+from remap.errors import InUseError, InvalidValueError, ShareError, not_supported
 from remap.lifetime import Rollback
 from remap.locations import parse_handle_types
 from remap.ranges import Chunk
@@ -194,16 +194,13 @@ def _handles(driver: Any, retained: list[int], kind: HandleType) -> Fds | tuple[
 def _kind(handle: HandleType | str) -> HandleType:
     (kind,) = parse_handle_types(handle)
     if kind is HandleType.WIN32:
-        error = driver_error(
+        raise not_supported(
             "cuMemExportToShareableHandle",
-            801,
-            asked="export as win32",
-            rule="Win32 handles exist on Windows only, and remap shares memory on Linux",
-            next_step='Use handle="posix_fd"',
+            "export as win32",
+            "Win32 handles exist on Windows only, and remap shares memory on Linux",
+            'Use handle="posix_fd"',
+            capability="win32",
         )
-        assert isinstance(error, NotSupportedError)
-        error.capability = "win32"
-        raise error
     return kind
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NoReturn
 
 from remap import drivers
 from remap.drivers.multicast_power import MulticastProperties, SupportsMulticast, switched_off
-from remap.errors import InUseError, InvalidValueError, NotSupportedError, driver_error
+from remap.errors import InUseError, InvalidValueError, NotSupportedError, not_supported
 from remap.handles import PhysicalAllocation, reserve_range
 from remap.lifetime import Description, Release, Resource, Rollback, drain, queued
 from remap.locations import AccessLike, Device, DeviceLike, device, devices, parse_access, parse_handle_types
@@ -283,10 +283,7 @@ def require_multicast(one: Device | None) -> Any:
 
 def no_multicast(where: str, reason: str) -> NotSupportedError:
     """Return the error for multicast that is missing somewhere."""
-    error = driver_error("cuMulticastCreate", 801, asked=f"multicast on {where}", rule=reason)
-    assert isinstance(error, NotSupportedError)
-    error.capability = "multicast"
-    return error
+    return not_supported("cuMulticastCreate", f"multicast on {where}", reason, capability="multicast")
 
 
 def _ranges(bound: list[tuple[int, int]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from remap.drivers.cuda.bindings import cuda, failure
 from remap.drivers.cuda.structures import handle_bits
 from remap.drivers.multicast_power import MulticastProperties, switched_off
-from remap.errors import CudaResult, NotSupportedError, driver_error
+from remap.errors import CudaResult, NotSupportedError, not_supported
 from remap.sizes import format_size
 from remap.types import Capability, Granularity
 
@@ -90,10 +90,7 @@ class MulticastCalls:
 
 
 def _refusal(call: str, asked: str, reason: str) -> NotSupportedError:
-    error = driver_error(call, CudaResult.NOT_SUPPORTED, asked=asked, rule=reason)
-    assert isinstance(error, NotSupportedError)
-    error.capability = "multicast"
-    return error
+    return not_supported(call, asked, reason, capability="multicast")
 
 
 def _prop(properties: MulticastProperties) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from remap.drivers.host.machine import Machine
 from remap.drivers.multicast_power import switched_off
-from remap.errors import CudaResult, InvalidValueError, NotSupportedError, driver_error
+from remap.errors import CudaResult, InvalidValueError, driver_error, not_supported
 from remap.types import CAPABILITIES, Capability, DeviceProperties, Location, LocationKind
 
 # Why the host driver lacks a feature; a feature that is not listed works.
@@ -93,10 +93,7 @@ class Devices:
         if capability == "multicast" and (off := switched_off()):
             found = Capability(capability, False, off)  # it may have been switched off since
         if not found:
-            error = driver_error(call, CudaResult.NOT_SUPPORTED, asked=call, rule=found.reason)
-            if isinstance(error, NotSupportedError):
-                error.capability = capability
-            raise error
+            raise not_supported(call, call, found.reason, capability=capability)
 
     def reaches(self, device: int, location: Location) -> bool:
         """Tell whether `device` can be granted access to memory at `location`."""
