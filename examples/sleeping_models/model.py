@@ -127,17 +127,14 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Set random weights, the same for the same seed on every device."""
+        """Set random weights, the same ones for a seed on one kind of device."""
         self.rotary.initialize()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
         for name, weight in self.named_parameters():
             if "norm" in name or "before" in name or "after" in name:
                 weight.fill_(1)
                 continue
-            for row in weight.split(
-                1024
-            ):  # a piece at a time: the whole would need as much host memory again
-                row.copy_(torch.randn(row.shape, generator=generator) * weight.shape[-1] ** -0.5)
+            weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

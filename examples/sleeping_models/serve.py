@@ -241,7 +241,7 @@ class Options:
 
 @dataclass
 class Switch:
-    """One change from a model to the other."""
+    """One change from a model to the other: from asking for the wake to the first token, and what was copied."""
 
     seconds_to_first_token: float
     asleep_bytes: int
@@ -258,9 +258,11 @@ def serve(services: list[Service], elastic: bool, quantum: int, show: Any) -> tu
     switches: list[Switch] = []
     start, generated, turn = time.perf_counter(), 0, 0
     while any(one.busy for one in services):
-        awake, slept, arriving, began = services[turn % len(services)], None, None, time.perf_counter()
+        awake, slept, arriving = services[turn % len(services)], None, None
         if turn and elastic:
             slept = services[(turn - 1) % len(services)].sleep()
+        began = time.perf_counter()
+        if slept is not None:
             arriving = awake.wake()
         for number in range(quantum if awake.busy else 0):
             if not awake.busy:
