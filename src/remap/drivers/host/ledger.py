@@ -20,6 +20,7 @@ from remap.errors import RemapError
 
 VARIABLE = "REMAP_HOST_STATE"
 _LARGEST = 16 << 20  # bytes of a table; more can only be a mistake
+_UNKNOWN = 0  # for the start of a process; only the kernel's own have been there since then
 _numbers = itertools.count(1)
 
 
@@ -35,8 +36,8 @@ class Entry(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether the owner still runs."""
-        return _started(self.process) == self.started
+        """Whether the owner still runs, or cannot be asked: memory of the living must not count as free."""
+        return _started(self.process) in {self.started, _UNKNOWN}
 
 
 class Ledger:
@@ -182,12 +183,17 @@ def _sum(entries: list[Entry], place: str) -> int:
 
 
 def _started(process: int) -> int:
-    """Return when a process started, in the kernel's ticks since boot; -1 if there is no such process."""
+    """Return when a process started, in the kernel's ticks since boot; -1 if there is no such process.
+
+    `_UNKNOWN` where that cannot be seen: /proc is hidden, or this process may open no more files.
+    """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             # The second field is the program's name in parentheses, which may contain anything.
             fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1 if os.path.exists("/proc/self/stat") else _UNKNOWN
     except OSError:
-        return -1
+        return _UNKNOWN
     dead = fields[0] in {b"Z", b"X"}
     return -1 if dead else int(fields[19])
