@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 from remap import drivers
 from remap.errors import (
     AlignmentError,
+    CudaResult,
+    DriverError,
     InUseError,
     InvalidValueError,
     OutOfAddressSpaceError,
@@ -88,6 +90,10 @@ class Reservation(Resource):
         another mapping lies in the way, `AlignmentError`, `InvalidValueError` outside the range. After a failure
         nothing is mapped.
         """
+        if not isinstance(allocation, PhysicalAllocation):
+            raise TypeError(
+                f"a mapping is of a physical allocation (remap.create), not of {type(allocation)}"
+            )
         start = parse_size(offset, "offset")
         grants = parse_access(access)
         if queued:
@@ -100,7 +106,12 @@ class Reservation(Resource):
 
     def _map(self, allocation: PhysicalAllocation, start: int, grants: Grants, rollback: Rollback) -> Mapping:
         driver, size, address = self._driver, allocation.size, self.address + start
-        driver.map(address, size, allocation._handle)
+        try:
+            driver.map(address, size, allocation._handle)
+        except DriverError as error:
+            if error.code == CudaResult.INVALID_VALUE:
+                check_aligned(start, driver.granularity(allocation.properties).minimum, "offset")
+            raise
         rollback.undo(driver.unmap, address, size)
         if grants:
             driver.set_access(address, size, grants)

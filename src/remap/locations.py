@@ -5,6 +5,7 @@ Not called `device`: a submodule of that name would take the place of the functi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, SupportsIndex, TypeAlias
@@ -192,7 +193,10 @@ def device(which: DeviceLike | None = None) -> Device:
             # Ties go to the lowest number (A1).
             known.fastest = max(devices(), key=lambda one: (one.properties.speed, -one.index))
         return known.fastest
-    index = which.__index__()
+    try:
+        index = operator.index(which)
+    except TypeError:
+        raise TypeError(f"a device is a remap.Device or its number, not {which!r}") from None
     found = known.by_index.get(index)
     if found is None:
         count = driver.device_count()
@@ -220,7 +224,9 @@ def location(where: LocationLike) -> Location:
 
 def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[Location, ...]:
     """Return one or several places as distinct locations, in the order given; raises for none or a repeat."""
-    single = isinstance(where, Device | Location) or hasattr(where, "__index__")
+    if isinstance(where, str | bytes):  # iterable, but no locations are in it
+        raise TypeError(f"{what} is a device, a location or several of them, not {where!r}")
+    single = isinstance(where, Device | Location) or not isinstance(where, Iterable)
     found = tuple(location(place) for place in ((where,) if single else where))  # type: ignore[arg-type,union-attr]
     if not found:
         raise InvalidValueError(f"{what} of no location", rule="name at least one device or host location")
@@ -248,6 +254,8 @@ def parse_access(access: AccessLike | None) -> Grants:
     """Return access rights as a driver takes them, with every location checked to exist."""
     if not access:
         return ()
+    if not isinstance(access, Mapping):
+        raise TypeError(f'access names a right for each location, as in {{0: "rw"}}, and is not {access!r}')
     return tuple((location(place), Access.parse(right)) for place, right in access.items())
 
 

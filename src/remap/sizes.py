@@ -22,7 +22,8 @@ Size: TypeAlias = SupportsIndex | str
 
 _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
 _DECIMAL = {"kb", "mb", "gb", "tb", "k", "m", "g", "t"}
-_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+# More digits than any size has are none: Python refuses to read thousands of them.
+_TEXT = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
 def parse_size(value: Size, what: str = "size") -> int:

@@ -77,3 +77,63 @@ def test_elements_of_no_size(dtype: Any) -> None:
     """How many elements without bytes fit is no question; it was a division by zero."""
     with remap.allocate(SIZE) as buffer, pytest.raises(remap.InvalidValueError, match="size"):
         buffer.to_host(dtype)
+
+
+@pytest.mark.parametrize("wrong", ["0", "host", b"0", 0.0, (0,), [0]])
+def test_what_is_no_device(wrong: Any) -> None:
+    """Text, floats and lists are a TypeError wherever one device is asked for, and not an AttributeError."""
+    acts: list[Callable[[], object]] = [
+        lambda: remap.device(wrong),
+        lambda: remap.create(SIZE, at=wrong),
+        lambda: remap.Stream(wrong),
+    ]
+    for act in acts:
+        with pytest.raises(TypeError, match="device"):
+            act()
+
+
+@pytest.mark.parametrize("wrong", ["0", "host", b"0", 0.5])
+def test_what_is_no_list_of_devices(wrong: Any) -> None:
+    """Text is not taken apart into characters, nor bytes into the numbers of devices."""
+    for option in ("resident", "accessing"):
+        with pytest.raises(TypeError):
+            remap.allocate(SIZE, **{option: wrong})
+
+
+@pytest.mark.parametrize("places", [[0], {0}, np.array([0]), range(1), {0: "anything"}, np.int64(0)])
+def test_any_collection_of_devices(places: Any) -> None:
+    """Lists, sets, arrays and ranges name locations, whether they can be hashed or not."""
+    with remap.allocate(SIZE, resident=places, accessing=places) as buffer:
+        assert buffer.resident == (remap.device(0).location,)
+
+
+@pytest.mark.parametrize("wrong", ["rw", 5, [(0, "r")], {"0": "r"}, {0.5: "r"}])
+def test_access_that_names_no_locations(wrong: Any) -> None:
+    """Access is a right for each location; anything else is a TypeError, and changes nothing."""
+    with remap.allocate(SIZE, resident=0) as buffer:
+        with pytest.raises(TypeError):
+            buffer.set_access(wrong)
+        buffer.fill(1)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 5000 + "MiB", "1." + "0" * 5000 + "MiB"])
+def test_a_size_of_thousands_of_digits(text: str) -> None:
+    """It is an InvalidValueError as any other text that is no size."""
+    with pytest.raises(remap.InvalidValueError):
+        remap.allocate(text)
+
+
+def test_mappings_of_what_is_no_allocation() -> None:
+    """A reservation maps physical allocations; a buffer, a number or None is a TypeError that says so."""
+    with remap.reserve(SIZE) as addresses, remap.allocate(SIZE) as buffer:
+        for wrong in (None, 5, buffer, addresses):
+            with pytest.raises(TypeError, match=r"remap\.create"):
+                addresses.map(wrong)  # type: ignore[arg-type]
+
+
+def test_a_mapping_at_an_unaligned_offset() -> None:
+    """It is an AlignmentError that names the nearest offsets that fit, as `map` promises."""
+    with remap.create(2 * MiB) as memory, remap.reserve(8 * MiB) as addresses:
+        with pytest.raises(remap.AlignmentError, match=f"{2 * MiB} or {4 * MiB}"):
+            addresses.map(memory, offset=3 * MiB)
+        assert not addresses.mappings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from remap.errors import AccessError, DriverError
 from remap.locations import LocationLike, device, devices, locations, parse_handle_types
@@ -49,12 +49,18 @@ def place(
     key: Any = (resident, accessing, access, shareable, compressible, rdma)
     try:
         found = _placements.known.get(key)
-    except TypeError:  # lists have no hash
-        key = tuple(tuple(part) if isinstance(part, list) else part for part in key)
+    except TypeError:  # lists and sets have no hash
+        key = tuple(_hashable(part) for part in key)
         found = _placements.known.get(key)
     if found is None:
         found = _placements.known[key] = _place(driver, *key)
     return found
+
+
+def _hashable(part: Any) -> Any:
+    if isinstance(part, Iterable) and not isinstance(part, str):
+        return tuple(cast("Iterable[Any]", part))
+    return part
 
 
 def _place(
