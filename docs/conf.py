@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # reference_pages
+sys.path.insert(0, str(Path(__file__).parent))  # site_parts, reference_pages
 os.environ["REMAP_DRIVER"] = "host"  # what notebooks print must not depend on the machine that builds
 
 project = "remap"
@@ -20,7 +20,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
-    "reference_pages",
+    "site_parts",
 ]
 exclude_patterns = ["*.py", "**/.ipynb_checkpoints"]
 html_theme = "furo"
@@ -40,7 +40,7 @@ nb_execution_timeout = 120
 nb_merge_streams = True
 
 # Docstrings are plain sentences. A name in single backticks becomes a link where it is one of ours.
-default_role = "py:obj"
+default_role = "py:name"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["torch"]
