@@ -206,7 +206,8 @@ class ElasticMachine(RuleBasedStateMachine):
             assert offsets == sorted(offsets)
             assert (covered | ~twin.committed).all()
             for chunk, (start, size) in zip(chunks, offsets, strict=True):
-                found = self.stage.inner.address_range(chunk.address)
+                with remap.device(0).current():
+                    found = self.stage.inner.address_range(chunk.address)
                 assert (found.base, found.size) == (chunk.address, chunk.size)
                 right = self.stage.inner.get_access(chunk.address, remap.device(0).location)
                 assert (right is Access.READ) == (not twin.writable(start, start + size))

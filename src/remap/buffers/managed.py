@@ -9,8 +9,8 @@ from remap.buffers.fixed import FixedMemory
 from remap.buffers.typed import OwnedMemory, Shape, TypedMemory, extent
 from remap.drivers.powers import ManagedAdvice, SupportsManaged
 from remap.errors import InvalidValueError, OutOfMemoryError
-from remap.lifetime import Release, drain, queued
-from remap.locations import Device, LocationLike, device, devices, location
+from remap.lifetime import Release, Step, drain, queued
+from remap.locations import Device, LocationLike, device, devices, in_context, location
 from remap.sizes import format_size
 from remap.streams import StreamLike
 from remap.types import Access, Host, Location
@@ -38,8 +38,10 @@ class ManagedMemory(FixedMemory):
         self._opened()
 
     def _detach(self) -> Release:
-        steps = [(_free, (self.device, self._address))] if self._size else []
-        return Release(0, [*steps], self._wait_on_close())
+        steps: list[Step] = []
+        if self._size:
+            steps.append((in_context, (self.device, self._driver.free_managed, self._address)))
+        return Release(0, steps, self._wait_on_close())
 
 
 class ManagedPart(TypedMemory):
@@ -80,7 +82,8 @@ class ManagedPart(TypedMemory):
         self.owner._check()
         if self.nbytes:
             place = location(device() if where is None else where)
-            self._driver.advise_managed(self.owner._address + self.offset, self.nbytes, kind, place, on)
+            with self._home.current():
+                self._driver.advise_managed(self.owner._address + self.offset, self.nbytes, kind, place, on)
 
     def residency(self) -> Location | None:
         """Return where all of this was last prefetched to, None where it was not, or not as a whole.
@@ -90,7 +93,13 @@ class ManagedPart(TypedMemory):
         self.owner._check()
         if not self.nbytes:
             return None
-        return self._driver.prefetched_to(self.owner._address + self.offset, self.nbytes)
+        with self._home.current():
+            return self._driver.prefetched_to(self.owner._address + self.offset, self.nbytes)
+
+    @property
+    def _home(self) -> Device:
+        """The device whose context the calls are made in; which one makes no difference to managed memory."""
+        return self.owner.accessing[0]
 
     @property
     def _driver(self) -> SupportsManaged:
@@ -130,8 +139,3 @@ def managed(shape: Shape, dtype: DTypeLike = "float32") -> Managed:
         return Managed(ManagedMemory(size), kind, extents)
     except OutOfMemoryError as error:
         raise error.explain(f"{format_size(size)} of managed memory") from None
-
-
-def _free(at: Device, address: int) -> None:
-    with at.current():
-        at._driver.free_managed(address)  # type: ignore[attr-defined]

@@ -177,13 +177,12 @@ class ObjectRules:
         assert bench.holds(address + size, size, 9)
 
     def test_T5_map_outside_a_reservation(self, bench: Bench) -> None:
-        """A mapping that leaves reserved space, or starts outside it, is refused."""
+        """A mapping outside all reserved space is refused."""
         size = bench.size
         address, handle = bench.reserve(), bench.create()
-        # Far behind it: CUDA takes space for reserved that it holds itself near a range (seen on H200).
-        for where in (address + size // 2, address + 64 * GiB):
-            with refused(INVALID_VALUE):
-                bench.driver.map(where, size, handle)
+        # Far behind it: CUDA maps into space that it holds itself, at the end of a range too (seen on H200).
+        with refused(INVALID_VALUE):
+            bench.driver.map(address + 64 * GiB, size, handle)
         bench.driver.map(address, size, handle)
 
     def test_T5_map_across_two_reservations(self, bench: Bench) -> None:

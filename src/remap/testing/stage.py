@@ -34,8 +34,9 @@ class Stage:
         self.inner = inner
         self.faulty = Faulty(inner)
         self.recording = Recording(self.faulty)
-        # On CUDA a context takes memory for itself, one granule at a time; tests take two granules and more.
-        self.slack = 2 * MiB if inner.name == "cuda" else 0
+        # On CUDA a context takes memory for itself: for streams, events, modules, and those that a refused call kept
+        # from being destroyed (seen on H200: 4 MiB a stream). The host driver shows the exact figure.
+        self.slack = 32 * MiB if inner.name == "cuda" else 0
 
     def seen(self) -> Seen:
         """Return what is taken now."""

@@ -226,8 +226,9 @@ class GraphCalls:
     def graph_update(self, executable: int, graph: int) -> None:
         err, told = cuda.cuGraphExecUpdate(executable, graph)
         if err:
-            reason = str(getattr(told.result, "name", told.result))
-            rule = f"the graph must have the same shape and kinds of nodes, and no memory nodes ({reason})"
+            rule = "the graph must have the same shape and kinds of nodes, and no memory nodes"
+            if told is not None:  # the bindings give it with a success only, at least up to 13.3
+                rule += f" ({getattr(told.result, 'name', told.result)})"
             raise failure("cuGraphExecUpdate", err, asked="update an executable graph", rule=rule)
 
     def graph_exec_destroy(self, executable: int) -> None:

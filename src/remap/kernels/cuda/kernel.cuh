@@ -20,9 +20,16 @@ template <> __device__ inline double not_a_number<double>() { return __longlong_
 
 // -- numbers --
 
-template <class T> __device__ inline T add(T a, T b) { return (T)((typename wide<T>::type)a + (typename wide<T>::type)b); }
-template <class T> __device__ inline T subtract(T a, T b) { return (T)((typename wide<T>::type)a - (typename wide<T>::type)b); }
-template <class T> __device__ inline T multiply(T a, T b) { return (T)((typename wide<T>::type)a * (typename wide<T>::type)b); }
+// Narrow results are computed in 32 bits and cut down after a barrier: without it the compiler makes 16-bit operations of
+// them, and ptxas 13.0 was seen on H200 to widen -(-32768) in 16 bits to 32768.
+template <class T> __device__ inline T narrowed(typename wide<T>::type wider)
+{
+    if constexpr (sizeof(T) < 4) asm("" : "+r"(wider));
+    return (T)wider;
+}
+template <class T> __device__ inline T add(T a, T b) { return narrowed<T>((typename wide<T>::type)a + (typename wide<T>::type)b); }
+template <class T> __device__ inline T subtract(T a, T b) { return narrowed<T>((typename wide<T>::type)a - (typename wide<T>::type)b); }
+template <class T> __device__ inline T multiply(T a, T b) { return narrowed<T>((typename wide<T>::type)a * (typename wide<T>::type)b); }
 
 template <class T> __device__ inline T smaller(T a, T b) { return b < a ? b : a; }
 template <class T> __device__ inline T larger(T a, T b) { return b > a ? b : a; }
