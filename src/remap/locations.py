@@ -6,7 +6,7 @@ Not called `device`: a submodule of that name would take the place of the functi
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, SupportsIndex, TypeAlias
 
@@ -148,6 +148,12 @@ class Current:
         if self._pushed:
             self._pushed = False
             self._device._driver.pop_context()
+
+
+def in_context(at: Device, call: Callable[..., Any], /, *arguments: Any) -> None:
+    """Make a driver call while a device's context is current: a step of a release, mostly."""
+    with at.current():
+        call(*arguments)
 
 
 DeviceLike: TypeAlias = Device | SupportsIndex

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.errors import InUseError, InvalidValueError
 from remap.lifetime import Description, Release, Resource, Rollback, captures_running, epoch
-from remap.locations import Device, DeviceLike, device
+from remap.locations import Device, DeviceLike, device, in_context
 
 
 @runtime_checkable
@@ -137,8 +137,8 @@ class Stream(Resource, StreamCalls):
     def _detach(self) -> Release:
         driver, at, handle = self._driver, self.device, self.handle
         # A wait and no step: interrupted, it leaves the stream open, and its work known.
-        wait = partial(_in_context, at, driver.synchronize_stream, handle)
-        return Release(1, [(_in_context, (at, driver.destroy_stream, handle))], wait)
+        wait = partial(in_context, at, driver.synchronize_stream, handle)
+        return Release(1, [(in_context, (at, driver.destroy_stream, handle))], wait)
 
     def describe(self) -> Description:
         """Return what this stream is."""
@@ -195,7 +195,7 @@ class Event(Resource):
             return float(self._driver.elapsed(self.handle, later.handle))
 
     def _detach(self) -> Release:
-        return Release(1, [(_in_context, (self.device, self._driver.destroy_event, self.handle))])
+        return Release(1, [(in_context, (self.device, self._driver.destroy_event, self.handle))])
 
     def describe(self) -> Description:
         """Return what this event is."""
@@ -385,11 +385,6 @@ def wait_for_all(uses: Sequence[tuple[Uses, tuple[Device, ...], str]]) -> None:
             one.wait(accessing, asked)
         finally:
             one.escaped = escaped or one.escaped
-
-
-def _in_context(one: Device, call: Callable[..., Any], handle: int) -> None:
-    with one.current():
-        call(handle)
 
 
 class Known(Enum):

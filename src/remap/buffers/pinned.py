@@ -10,7 +10,7 @@ from remap.buffers.typed import OwnedMemory, Shape, extent
 from remap.drivers.powers import SupportsPinned
 from remap.errors import OutOfMemoryError, not_supported
 from remap.lifetime import Release, Step, drain, queued
-from remap.locations import Device, device, devices
+from remap.locations import Device, device, devices, in_context
 from remap.sizes import format_size
 from remap.spans import Span, host_array
 from remap.streams import StreamLike
@@ -58,7 +58,7 @@ class PinnedMemory(FixedMemory):
                 undo(self._address)
                 rule = "devices reach it at another address than the CPU"
                 raise not_supported("cuMemHostGetDevicePointer", "pinned memory", rule)
-        self._steps = [(_in_context, (self.device, undo, self._address))]
+        self._steps = [(in_context, (self.device, undo, self._address))]
 
     def _actor(self, asked: str, needed: Access, stream: StreamLike | None, source: Span | None) -> Location:
         """Return the CPU where no stream is named and it may: it copies its own memory with less ado."""
@@ -106,8 +106,3 @@ def register(array: NDArray[Any]) -> Pinned:
     if queued:
         drain()
     return Pinned(PinnedMemory(size, host), kind, extents)
-
-
-def _in_context(at: Device, call: Any, address: int) -> None:
-    with at.current():
-        call(address)

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from remap.buffers.fixed import FixedMemory
 from remap.errors import OutOfMemoryError
-from remap.lifetime import Release, drain, queued
-from remap.locations import Device, DeviceLike, device
+from remap.lifetime import Release, Step, drain, queued
+from remap.locations import Device, DeviceLike, device, in_context
 from remap.sizes import Size, format_size, parse_size
 from remap.types import Access
 
@@ -33,8 +33,10 @@ class PlainMemory(FixedMemory):
         self._opened()
 
     def _detach(self) -> Release:
-        steps = [(_free, (self.device, self._address))] if self._size else []
-        return Release(0, [*steps], self._wait_on_close())
+        steps: list[Step] = []
+        if self._size:
+            steps.append((in_context, (self.device, self._driver.free, self._address)))
+        return Release(0, steps, self._wait_on_close())
 
 
 def allocate_plain(size: Size, *, at: DeviceLike | None = None) -> PlainMemory:
@@ -52,8 +54,3 @@ def allocate_plain(size: Size, *, at: DeviceLike | None = None) -> PlainMemory:
         info = place.memory()
         free = f"{format_size(info.free)} of {format_size(info.total)} are free there"
         raise error.explain(f"{format_size(number)} of plain memory on {place}", rule=free) from None
-
-
-def _free(at: Device, address: int) -> None:
-    with at.current():
-        at._driver.free(address)

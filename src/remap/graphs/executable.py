@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from remap.drivers.graph_powers import NodeKind
 from remap.errors import InUseError, NotSupportedError, RemapError, not_supported
 from remap.graphs import footprint
-from remap.graphs.nodes import Allocation, GraphMemory, Node, _in_context, raise_failure
+from remap.graphs.nodes import Allocation, GraphMemory, Node, raise_failure
 from remap.kernels.module import Module
 from remap.lifetime import Description, Release, Resource, Step
+from remap.locations import in_context
 from remap.spans import Span
 from remap.streams import Queue, Stream, StreamLike, Uses, as_stream
 from remap.types import Access, Location
@@ -208,7 +209,7 @@ class Executable(Resource):
         self._uses._held += before
 
     def _detach(self) -> Release:
-        steps: list[Step] = [(_in_context, (self.device, self._driver.graph_exec_destroy, self._handle))]
+        steps: list[Step] = [(in_context, (self.device, self._driver.graph_exec_destroy, self._handle))]
         wait = self._uses.waiter((self.device,), f"closing {self.kind} {self.serial}")
         return Release(1, steps, wait)
 

@@ -20,7 +20,7 @@ from remap.errors import (
     not_supported,
 )
 from remap.lifetime import Description, Release, Step
-from remap.locations import Device
+from remap.locations import Device, in_context
 from remap.sizes import format_size
 from remap.spans import Chunk, Span
 from remap.streams import StreamLike, as_stream
@@ -184,7 +184,7 @@ class GraphMemory(Span):
         if self._known_uses:
             self._known_uses.join(queue)
         release.wait = None
-        release.steps = [(_in_context, (self.device, driver.pool_free, self._address, queue.handle))]
+        release.steps = [(in_context, (self.device, driver.pool_free, self._address, queue.handle))]
         self._finish_close(release)
         if self._known_uses is not None:
             self._known_uses.forget()
@@ -194,7 +194,7 @@ class GraphMemory(Span):
         self._begin_close()
 
     def _detach(self) -> Release:
-        steps: list[Step] = [(_in_context, (self.device, self._driver.free, self._address))]
+        steps: list[Step] = [(in_context, (self.device, self._driver.free, self._address))]
         return Release(0, steps, self._wait_on_close())
 
     def describe(self) -> Description:
@@ -250,8 +250,3 @@ def raise_failure(failures: deque[BaseException], asked: str) -> None:
 def missing(capability: str, asked: str) -> NotSupportedError:
     """Return the error for a power that the driver does not have."""
     return not_supported("cuGraphCreate", asked, f"the driver has no {capability}", capability=capability)
-
-
-def _in_context(at: Device, call: Callable[..., None], *arguments: int) -> None:
-    with at.current():
-        call(*arguments)

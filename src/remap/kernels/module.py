@@ -15,8 +15,8 @@ from remap.kernels.compile import compile as compile_source
 from remap.kernels.image import Entry, Image, ImageKind, Parameter, unmangled
 from remap.kernels.launch import Kernel
 from remap.kernels.params import parse_parameters
-from remap.lifetime import Description, Release, Resource
-from remap.locations import Device, DeviceLike
+from remap.lifetime import Description, Release, Resource, Step
+from remap.locations import Device, DeviceLike, in_context
 from remap.locations import device as find_device
 from remap.streams import Uses, as_stream
 
@@ -177,9 +177,10 @@ class Module(Resource):
 
     def _detach(self) -> Release:
         wait = self._uses.waiter((self.device,), f"closing {self.describe()}")
-        if self._handle is None:
-            return Release(1, [], wait)
-        return Release(1, [(_unload, (self.device, self._handle))], wait)
+        steps: list[Step] = []
+        if self._handle is not None:
+            steps.append((in_context, (self.device, self._driver.unload_module, self._handle)))
+        return Release(1, steps, wait)
 
 
 @runtime_checkable
@@ -189,10 +190,3 @@ class _TellsParameters(Protocol):
     def parameter_sizes(self, function: int) -> tuple[int, ...] | None:
         """Return the size of each parameter, None where the driver is too old. (cuFuncGetParamInfo)"""
         ...
-
-
-def _unload(at: Device, handle: int) -> None:
-    driver = at._driver
-    if isinstance(driver, SupportsModules):
-        with at.current():
-            driver.unload_module(handle)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from remap.errors import RemapError
 from remap.lifetime import Release, Step, undo
-from remap.locations import Device
+from remap.locations import Device, in_context
 from remap.residency.arenas import Extent
 from remap.residency.results import Progress
 from remap.types import Access
@@ -138,7 +138,7 @@ class Flow:
             self.close()
             return
         for at, lane in self.lanes:
-            undo(error, _in_context, at, self._driver.synchronize_stream, lane)
+            undo(error, in_context, at, self._driver.synchronize_stream, lane)
         while self._later:
             call, arguments = self._later.pop()
             undo(error, call, *arguments)
@@ -196,8 +196,3 @@ def window_on(driver: Any, address: int, size: int, at: Device) -> Window:
         undo(error, window.close)
         raise
     return window
-
-
-def _in_context(at: Device, call: Callable[..., Any], handle: int) -> None:
-    with at.current():
-        call(handle)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from remap.buffers.base import Buffer
 from remap.lifetime import Description, Release, Resource, Step
-from remap.locations import Device
+from remap.locations import Device, in_context
 from remap.ranges import Chunk
 from remap.residency.results import Moved
 from remap.residency.stores import Asleep
@@ -136,8 +136,8 @@ class Waking(Resource):
     def _detach(self) -> Release:
         driver, lanes = self._driver, self._lanes
         steps: list[Step] = [(_arrived, (buffer, self)) for buffer in self._buffers]
-        steps += [(_destroy, (mark.device, driver.destroy_event, mark.event)) for mark in self._marks]
-        steps += [(_destroy, (at, driver.destroy_stream, lane)) for at, lane in lanes]
+        steps += [(in_context, (mark.device, driver.destroy_event, mark.event)) for mark in self._marks]
+        steps += [(in_context, (at, driver.destroy_stream, lane)) for at, lane in lanes]
         steps += [(backup.drop, (self._keep_host,)) for backup in self._backups]
         return Release(0, steps, lambda: _synchronize(driver, lanes))
 
@@ -150,13 +150,7 @@ class Waking(Resource):
 
 def _synchronize(driver: Any, lanes: list[tuple[Device, int]]) -> None:
     for at, lane in lanes:
-        with at.current():
-            driver.synchronize_stream(lane)
-
-
-def _destroy(at: Device, call: Callable[[int], None], handle: int) -> None:
-    with at.current():
-        call(handle)
+        in_context(at, driver.synchronize_stream, lane)
 
 
 def _arrived(buffer: Buffer, waking: Waking) -> None:
