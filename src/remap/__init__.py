@@ -86,7 +86,6 @@ if TYPE_CHECKING:
     from remap.kernels import barrier as barrier
     from remap.kernels import block as block
     from remap.kernels import block_size as block_size
-    from remap.kernels import compile as compile
     from remap.kernels import dynamic_shared as dynamic_shared
     from remap.kernels import fma as fma
     from remap.kernels import grid_size as grid_size
@@ -99,6 +98,7 @@ if TYPE_CHECKING:
     from remap.kernels import thread as thread
     from remap.kernels import unchecked as unchecked
     from remap.kernels import warp_index as warp_index
+    from remap.kernels.compile import compile as compile
     from remap.locations import Device as Device
     from remap.locations import device as device
     from remap.locations import devices as devices

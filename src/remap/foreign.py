@@ -154,7 +154,8 @@ def from_dlpack(value: Any, *, stream: StreamLike | None = None) -> ForeignArray
         return ForeignArray(tensor.address, tensor.shape, dtype, strides, place, tensor.read_only, None)
 
     capsule = value if dlpack.is_capsule(value) else _ask(value, stream)
-    taken, taken.owner = dlpack.take(capsule, accept)
+    taken, claim = dlpack.take(capsule, accept)
+    taken.owner = claim
     return taken
 
 
@@ -165,9 +166,8 @@ def _ask(value: Any, stream: StreamLike | None) -> Any:
     location = _location((kind, index))
     options: dict[str, Any] = {}
     if location.is_device:
-        options["stream"] = (
-            as_stream(stream, device(location.index)).handle or 1
-        )  # DLPack forbids 0: legacy is 1
+        # DLPack forbids 0: the legacy default stream is 1.
+        options["stream"] = as_stream(stream, device(location.index)).handle or 1
     try:
         return value.__dlpack__(max_version=dlpack.NEWEST, **options)
     except TypeError:  # made before DLPack had versions

@@ -48,7 +48,7 @@ class ChangingBuffer(Buffer):
                 self._changing = ""
 
     @contextmanager
-    def _taking(self, doing: str) -> Generator[None]:
+    def _taking(self, doing: str, blind: bool = True) -> Generator[None]:
         """Exclude changes and uses for a block of another room that takes the memory away, or gives it back."""
         with self._driver.lock:
             self._check()
@@ -61,7 +61,7 @@ class ChangingBuffer(Buffer):
                 )
             self._changing = doing
         try:
-            with super()._taking(doing):
+            with super()._taking(doing, blind):
                 yield
         finally:
             with self._driver.lock:
