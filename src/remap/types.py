@@ -125,6 +125,12 @@ class AllocationProperties:
         """Return the hash made at construction."""
         return self._hash
 
+    def at(self, place: Location) -> AllocationProperties:
+        """Return the same properties for another location."""
+        if self.location == place:
+            return self
+        return AllocationProperties(place, self.handle_types, self.compressible, self.rdma)
+
 
 @dataclass(frozen=True, slots=True)
 class Granularity:

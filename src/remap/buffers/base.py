@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from remap import drivers
-from remap.buffers.placement import Placement, at_place, place
+from remap.buffers.placement import Placement, place
 from remap.errors import PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Release, Rollback, Step, drain, queued, undo
@@ -135,9 +135,7 @@ class Buffer(Span):
     def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
         """Map new memory for `chunks`, with the buffer's rights; `rollback` unmaps it if its block fails."""
         for chunk in chunks:
-            map_new(
-                self._driver, chunk.address, chunk.size, at_place(self.properties, chunk.location), rollback
-            )
+            map_new(self._driver, chunk.address, chunk.size, self.properties.at(chunk.location), rollback)
         grants = tuple(self._rights.items())
         if grants:
             for address, size in runs(chunks):

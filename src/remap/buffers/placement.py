@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from remap.errors import AccessError, DriverError
 from remap.locations import LocationLike, device, devices, locations, parse_handle_types
@@ -59,7 +59,8 @@ def place(
 
 def _hashable(part: Any) -> Any:
     if isinstance(part, Iterable) and not isinstance(part, str):
-        return tuple(cast("Iterable[Any]", part))
+        items: Iterable[Any] = part
+        return tuple(items)
     return part
 
 
@@ -76,7 +77,7 @@ def _place(
     users = places if accessing is None else locations(accessing, "accessing")
     right = Access.parse(access)
     kinds = parse_handle_types(shareable)
-    _check_reach(driver, users, places)
+    check_reach(driver, users, places)
     properties = tuple(AllocationProperties(one, kinds, compressible, rdma) for one in places)
     grants = tuple((user, right) for user in users)
     rights = dict(grants) if right.readable else {}
@@ -87,7 +88,7 @@ def granule(driver: Any, properties: AllocationProperties) -> int:
     """Return the largest granularity over all locations of the driver, so that every migration is legal."""
     places = [one.location for one in devices()]
     places += [place for place in (Host(), *_host_nodes()) if not properties.handle_types or place != Host()]
-    return max(_minimum(driver, at_place(properties, place)) for place in places)
+    return max(_minimum(driver, properties.at(place)) for place in places)
 
 
 def _minimum(driver: Any, properties: AllocationProperties) -> int:
@@ -104,14 +105,7 @@ def _host_nodes() -> list[Location]:
     return [HostNuma(node) for node in sorted(node for node in nodes if node is not None and node >= 0)]
 
 
-def at_place(properties: AllocationProperties, place: Location) -> AllocationProperties:
-    """Return the same properties for another location."""
-    if properties.location == place:
-        return properties
-    return AllocationProperties(place, properties.handle_types, properties.compressible, properties.rdma)
-
-
-def _check_reach(driver: Any, users: tuple[Location, ...], places: tuple[Location, ...]) -> None:
+def check_reach(driver: Any, users: tuple[Location, ...], places: tuple[Location, ...]) -> None:
     """Raise before anything is allocated if a user cannot reach a place: peer capability is needed (A6)."""
     for user in users:
         for place in places:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap import drivers
 from remap.buffers.base import Buffer, create_mapped
-from remap.buffers.placement import Placement, at_place, place
+from remap.buffers.placement import Placement, place
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import parse_alignment, reserve_range
 from remap.lifetime import Description, Rollback, drain, queued, undo
@@ -219,7 +219,7 @@ class RingBuffer(Buffer):
     def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
         driver, ring = self._driver, self._size
         for chunk in chunks:
-            create_mapped(driver, chunk.address, chunk.size, at_place(self.properties, chunk.location))
+            create_mapped(driver, chunk.address, chunk.size, self.properties.at(chunk.location))
             rollback.undo(driver.unmap, chunk.address, chunk.size)
             handle = driver.retain(chunk.address)
             try:

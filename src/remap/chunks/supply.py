@@ -34,9 +34,7 @@ class Supply:
         """Return what memory on a location is asked to be."""
         found = self._by_location.get(place)
         if found is None:
-            one = self.properties
-            found = AllocationProperties(place, one.handle_types, one.compressible, one.rdma)
-            self._by_location[place] = found
+            found = self._by_location[place] = self.properties.at(place)
         return found
 
     def take(self, chunk: Chunk, *, background: bool = False) -> int:

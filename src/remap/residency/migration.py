@@ -7,7 +7,7 @@ from typing import Any
 
 from remap import drivers
 from remap.buffers.base import Buffer, runs
-from remap.buffers.placement import _check_reach, at_place
+from remap.buffers.placement import check_reach
 from remap.errors import AccessError, RemapError
 from remap.handles import create_handle
 from remap.lifetime import Rollback, Step, drain
@@ -92,7 +92,7 @@ def migrate(
 def _check_rights(driver: Any, buffer: Buffer, place: Location) -> None:
     """Raise `AccessError` unless everyone with a right to a buffer can have it at another place."""
     try:
-        _check_reach(driver, tuple(buffer._rights), (place,))
+        check_reach(driver, tuple(buffer._rights), (place,))
     except AccessError as error:
         step = 'Take the right away first: buffer.set_access({location: "none"})'
         raise error.explain(f"{buffer.describe()} to be migrated: {error.asked}", next_step=step) from None
@@ -116,7 +116,7 @@ class _Move:
         if not self.size:
             return
         driver, buffer = self._driver, self.buffer
-        properties = at_place(buffer.properties, self._place)
+        properties = buffer.properties.at(self._place)
         window = self._window = Window(driver, 2 * self.size)
         rollback.undo(window.close)
         offset = 0
@@ -162,7 +162,7 @@ class _Move:
                 Chunk(chunk.address, chunk.size, self._place) if chunk.location != self._place else chunk
                 for chunk in buffer._chunks
             ]
-            self._note(moved, at_place(buffer.properties, self._place))
+            self._note(moved, buffer.properties.at(self._place))
 
     @property
     def leftovers(self) -> list[Step]:

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from remap.buffers.placement import _check_reach
+from remap.buffers.placement import check_reach
 from remap.errors import DescriptorError
 from remap.handles import PhysicalAllocation, create_handle, reserve_range
 from remap.lifetime import Rollback
@@ -126,7 +126,7 @@ def _map_all(
             handle = _import(driver, exported)
             try:
                 place = _checked_place(driver, handle, exported.descriptor.chunks[0], exported.descriptor)
-                _check_reach(driver, (plan.device.location,), (place,))
+                check_reach(driver, (plan.device.location,), (place,))
                 _map_whole(driver, at, stride, handle)
                 rollback.undo(driver.unmap, at, stride)
             finally:

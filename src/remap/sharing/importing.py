@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from remap import drivers
 from remap.buffers.base import Buffer
-from remap.buffers.placement import _check_reach
+from remap.buffers.placement import check_reach
 from remap.drivers.protocol import Driver, SupportsSharing
 from remap.errors import (
     AccessError,
@@ -98,7 +98,7 @@ class ImportedBuffer(Buffer):
                 self._chunks.append(Chunk(0, chunk.size, place))
             places = tuple(dict.fromkeys(chunk.location for chunk in self._chunks))
             users = places if accessing is None else locations(accessing, "accessing")
-            _check_reach(driver, users, places)
+            check_reach(driver, users, places)
             grants = tuple((user, access) for user in users)
             total = shared.mapped_size
             self._base = at = self._reserve(total, same_address)
