@@ -41,6 +41,7 @@ nb_merge_streams = True
 
 # Docstrings are plain sentences. A name in single backticks becomes a link where it is one of ours.
 default_role = "py:name"
+smartquotes = False  # texts of errors show code
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["torch"]

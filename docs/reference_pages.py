@@ -7,15 +7,18 @@ A room that no page takes stops the build. Needs no Sphinx, so that the tests ca
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from textwrap import indent, wrap
 
 import click
 
 import remap
 from remap.cli import cli
+from remap.observe.mistakes import MISTAKES
 
 HERE = Path(__file__).parent
 OUT = HERE / "reference"
@@ -93,8 +96,8 @@ PAGES = (
         "errors",
         "Errors",
         ("errors",),
-        "What went wrong, which rule says so, and the next step. What remains true after one: "
-        "[](../explain/failure-rules.md).",
+        "What went wrong, which rule says so, and the next step; each with a small program that raises it, as "
+        "`remap explain` shows it. What remains true after an error: [](../explain/failure-rules.md).",
     ),
 )
 
@@ -136,7 +139,19 @@ def commands(
             yield from commands(one, (*path, name))
 
 
-def directive(name: str) -> str:
+def mistake(name: str, says: Mapping[str, str]) -> str:
+    """Return what `remap explain` says of an error, to stand below its docstring."""
+    one = MISTAKES.get(name)
+    if one is None:
+        return ""
+    parts = [one.cause, ".. code-block:: python", indent(one.program.strip(), "   ")]
+    if name in says:
+        said = "\n".join(wrap(says[name], 76, break_on_hyphens=False))
+        parts += [".. code-block:: text", indent(said, "   ")]
+    return indent("\n\n".join(["", *parts, f"**Cure.** {one.cure}"]), "   ")
+
+
+def directive(name: str, says: Mapping[str, str]) -> str:
     """Return the directive that documents one public name."""
     thing = getattr(remap, name)
     if isinstance(thing, int) and not isinstance(thing, bool):
@@ -146,7 +161,7 @@ def directive(name: str) -> str:
             return f".. autofunction:: remap.{name}"
         return f".. py:data:: remap.{name}\n\n   {(thing.__doc__ or '').splitlines()[0]}"
     if issubclass(thing, BaseException) and not issubclass(thing, Warning):  # autodoc stumbles over a warning
-        return f".. autoexception:: remap.{name}\n   :show-inheritance:"
+        return f".. autoexception:: remap.{name}\n   :show-inheritance:\n{mistake(name, says)}"
     lines = [f".. autoclass:: remap.{name}"]
     lines.append("   :inherited-members: object, int, str, tuple, Enum, Protocol, Generic")
     if issubclass(thing, Enum):
@@ -154,9 +169,9 @@ def directive(name: str) -> str:
     return "\n".join(lines)
 
 
-def page_text(page: Page, names: list[str]) -> str:
+def page_text(page: Page, names: list[str], says: Mapping[str, str]) -> str:
     """Return one page in Markdown."""
-    blocks = "\n\n".join(directive(name) for name in names)
+    blocks = "\n\n".join(directive(name, says) for name in names)
     return f"# {page.title}\n\n{page.about}\n\n```{{eval-rst}}\n{blocks}\n```\n"
 
 
@@ -185,9 +200,11 @@ def commands_text() -> str:
     return "\n".join(parts)
 
 
-def pages() -> dict[str, str]:
-    """Return every page of the reference: file name, and text."""
-    found = {page.file: page_text(page, names) for page, names in names_by_page().items() if names}
+def pages(says: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return every page of the reference: file name, and text. `says` are the messages of the errors' programs."""
+    found = {
+        page.file: page_text(page, names, says or {}) for page, names in names_by_page().items() if names
+    }
     found["torch"] = torch_text()
     found["commands"] = commands_text()
     entries = "\n".join(found)
@@ -198,7 +215,9 @@ def pages() -> dict[str, str]:
 def write() -> None:
     """Write the pages; one that is as it was is left alone, so that Sphinx does not read it again."""
     OUT.mkdir(exist_ok=True)
-    wanted = pages()
+    with ThreadPoolExecutor(2) as runs:  # each in a process of its own
+        says = dict(zip(MISTAKES, runs.map(lambda one: one.message(), MISTAKES.values()), strict=True))
+    wanted = pages(says)
     for path in OUT.iterdir():
         if path.name not in wanted:
             path.unlink()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from pictures import page
 from reference_pages import torch_names, write
 from sphinx import addnodes
 from sphinx.domains.python import PyXRefRole
@@ -55,6 +57,12 @@ def check_index(app: Any, env: Any) -> None:
             logging.getLogger(__name__).warning("%s is public and not in the reference", name)
 
 
+def write_map(app: Any, error: Exception | None) -> None:
+    """Put a map of memory to look around in beside the pages."""
+    if error is None:
+        page(Path(app.outdir, "map.html"))
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Take part in the build."""
     app.add_role_to_domain("py", "name", NameRole())
@@ -62,4 +70,5 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("doctree-read", link_names)
     app.connect("env-check-consistency", check_index)
+    app.connect("build-finished", write_map)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -38,6 +38,7 @@ def run(program: Path, code: str) -> None:
         capture_output=True,
         text=True,
         check=False,
+        cwd=program.parent,
         env={**os.environ, "MPLBACKEND": "agg", "TMPDIR": str(program.parent)},
     )
     assert (done.returncode, done.stderr) == (0, "")
