@@ -40,10 +40,10 @@ class Span(Range):
             raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
         offset, size = self._part("fill", offset, size)
         with self._using("fill", Access.READ_WRITE, stream, part=(offset, size)) as queue:
-            if size and queue is None:
+            if queue is None:
                 ctypes.memset(self._address + offset, value, size)
             elif size:
-                self._driver.fill(self._address + offset, value, 1, size, queue.handle)  # type: ignore[union-attr]
+                self._driver.fill(self._address + offset, value, 1, size, queue.handle)
 
     def copy_from_host(self, array: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
         """Copy a host array, or anything with the buffer protocol, into this memory from byte `offset` on.
@@ -56,10 +56,10 @@ class Span(Range):
         offset, size = self._part("copy_from_host", offset, host.nbytes)
         part = (offset, size)
         with self._using("copy_from_host", Access.READ_WRITE, stream, part=part, keep=host) as queue:
-            if size and queue is None:
+            if queue is None:
                 ctypes.memmove(self._address + offset, host.ctypes.data, size)
             elif size:
-                self._driver.copy_to_device(self._address + offset, host.ctypes.data, size, queue.handle)  # type: ignore[union-attr]
+                self._driver.copy_to_device(self._address + offset, host.ctypes.data, size, queue.handle)
 
     def copy_to_host(self, out: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
         """Copy from byte `offset` on into a host array, filling it.
@@ -71,10 +71,10 @@ class Span(Range):
         host = host_array(out, "copy_to_host", writable=True)
         offset, size = self._part("copy_to_host", offset, host.nbytes)
         with self._using("copy_to_host", Access.READ, stream, part=(offset, size), keep=host) as queue:
-            if size and queue is None:
+            if queue is None:
                 ctypes.memmove(host.ctypes.data, self._address + offset, size)
             elif size:
-                self._driver.copy_to_host(host.ctypes.data, self._address + offset, size, queue.handle)  # type: ignore[union-attr]
+                self._driver.copy_to_host(host.ctypes.data, self._address + offset, size, queue.handle)
 
     def to_host(
         self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None, *, offset: int = 0
@@ -125,10 +125,10 @@ class Span(Range):
         parts = {"part": (offset, size), "source_part": (source_offset, size)}
         with self._using("copy_from", Access.READ_WRITE, stream, source=source, **parts) as queue:
             target, origin = self._address + offset, source._address + source_offset
-            if size and queue is None:
+            if queue is None:
                 ctypes.memmove(target, origin, size)
             elif size:
-                self._driver.copy(target, origin, size, queue.handle)  # type: ignore[union-attr]
+                self._driver.copy(target, origin, size, queue.handle)
 
     def array(
         self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None, *, offset: int = 0

@@ -78,11 +78,7 @@ class StreamCalls:
             with self.device.current():
                 self._driver.wait_event(self.handle, what.handle)
             return
-        other = as_stream(what, self.device)
-        with other.device.current(), Event(other.device) as event:
-            self._driver.record_event(event.handle, other.handle)
-            with self.device.current():  # it says which device's default stream is meant
-                self._driver.wait_event(self.handle, event.handle)
+        Queue(self.handle, self.device, self).follow(as_stream(what, self.device))
 
     def fork(self) -> Stream:
         """Return a new stream of the same device whose work starts where this one is now."""
@@ -226,6 +222,13 @@ class Queue:
         """Whether the bare handle may mean another stream later: a raw integer, or a thread's own default."""
         return self.handle == PER_THREAD_STREAM or (self.owner is None and self.handle > PER_THREAD_STREAM)
 
+    def follow(self, earlier: Queue) -> None:
+        """Let later work of this stream wait for what another one has queued so far; the host does not wait."""
+        with earlier.device.current(), Event(earlier.device) as event:
+            earlier.device._driver.record_event(event.handle, earlier.handle)
+            with self.device.current():  # it says which device's default stream is meant
+                self.device._driver.wait_event(self.handle, event.handle)
+
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if work on this stream goes into a graph: waiting would break the capture."""
         with self.device.current():
@@ -351,12 +354,8 @@ class Uses:
         for (_, handle), queue in list(self._streams.items()):
             if handle == target.handle and queue.device == target.device:
                 continue
-            if queue.over:
-                continue
-            with queue.device.current(), Event(queue.device) as event:
-                queue.device._driver.record_event(event.handle, handle)
-                with target.device.current():  # it says which device's default stream is meant
-                    target.device._driver.wait_event(target.handle, event.handle)
+            if not queue.over:
+                target.follow(queue)
         for event in list(self._events.values()):
             with target.device.current():
                 target.device._driver.wait_event(target.handle, event.handle)

@@ -112,7 +112,7 @@ class _Born:
         if self._uses is not None:
             self._uses.join(queue)
         elif not (home.over or (queue.handle == home.handle and queue.device == home.device)):
-            _follow(queue, home)
+            queue.follow(home)
 
 
 class DeviceBox(OwnedMemory):
@@ -253,17 +253,9 @@ def _free(at: Device, home: Queue, address: int, uses: Uses | None, after: Strea
         if isinstance(after, Event):
             driver.wait_event(home.handle, after.handle)
         elif after is not None:
-            _follow(home, as_stream(after, at))
+            home.follow(as_stream(after, at))
         driver.pool_free(address, home.handle)
     if uses is not None:
         uses.forget()
     if lent is not None:
         lent.give_back()
-
-
-def _follow(later: Queue, earlier: Queue) -> None:
-    """Let later work of one stream wait for what another has queued so far."""
-    with earlier.device.current(), Event(earlier.device) as event:
-        earlier.device._driver.record_event(event.handle, earlier.handle)
-        with later.device.current():
-            later.device._driver.wait_event(later.handle, event.handle)

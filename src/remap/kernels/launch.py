@@ -15,7 +15,7 @@ from remap.kernels.params import Arguments, Packer
 from remap.kernels.twin import Twin, runner
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import Span
-from remap.streams import Event, Queue, StreamLike, as_stream
+from remap.streams import Queue, StreamLike, as_stream
 from remap.types import Access, Dim3, LaunchConfig, Location, Touched
 
 if TYPE_CHECKING:
@@ -174,8 +174,9 @@ class Kernel:
                 driver.launch(function, config, queue.handle, packed, touches)
             else:
                 with device.current():
-                    for stream in packed.streams:
-                        _join(queue, stream)
+                    for stream in packed.streams:  # what another library has queued on its array
+                        if stream != queue.handle:
+                            queue.follow(Queue(stream, device, None))
                     driver.launch(function, config, queue.handle, packed, touches)
                     if packed.host and isinstance(driver, SupportsHostFunctions):
                         # The driver keeps this until the kernel has run, and with it the arrays.
@@ -321,12 +322,3 @@ def _touches(packed: Arguments, place: Location) -> list[Touched] | None:
 
 def _let_go(_arrays: object) -> None:
     """Do nothing: being kept until it is called is all that this is for."""
-
-
-def _join(queue: Queue, stream: int) -> None:
-    """Let the launch wait for the work that another library has queued on its array (its interface names it)."""
-    if stream == queue.handle:
-        return
-    with Event(queue.device) as event:
-        queue.device._driver.record_event(event.handle, stream)
-        queue.device._driver.wait_event(queue.handle, event.handle)
