@@ -20,8 +20,14 @@ NONE = "not measured yet"
 
 
 def newest(name: str, where: str) -> dict[str, Any] | None:
-    """Return the newest results of a benchmark on a machine, by the date in the name; None where there are none."""
-    found = sorted(RESULTS.glob(f"{name}-{where}*.json"), key=lambda path: path.stem[-10:])
+    """Return the newest results of a benchmark on a machine, by the date in the name; None where there are none.
+
+    Those of a machine with more GPUs (`-x2`) count where there are no others.
+    """
+    day = "[0-9]" * 4 + "-[0-9][0-9]-[0-9][0-9]"
+    found = sorted(RESULTS.glob(f"{name}-{where}-{day}.json")) or sorted(
+        RESULTS.glob(f"{name}-{where}-x*-{day}.json")
+    )
     return json.loads(found[-1].read_text()) if found else None
 
 
@@ -73,7 +79,8 @@ def levels(results: dict[str, Any]) -> str:
     return table(["level", "size", "latency, cycles", "latency, ns"], rows)
 
 
-# What the README says, a line each: the benchmark, what was done, its figure, and what it is measured against.
+# What the README says, a line each: the benchmark ("-x2": on two GPUs), what was done, its figure, and what it is
+# measured against.
 Line = tuple[str, str, Callable[[Any], str], Callable[[Any], str]]
 LINES: tuple[Line, ...] = (
     (
@@ -84,9 +91,21 @@ LINES: tuple[Line, ...] = (
     ),
     (
         "foundation",
+        "allocate and close 2 MiB",
+        lambda at: f"{at['allocate and close']['2 MiB, µs']['remap']:.0f} µs",
+        lambda at: f"{at['allocate and close']['2 MiB, µs']['raw']:.0f} µs: the same",
+    ),
+    (
+        "foundation",
         "vector add on memory made of 2 MiB chunks",
         lambda at: f"{at['vector add']['2 MiB chunks, GB/s']:,.0f} GB/s",
         lambda at: f"{at['vector add']['plain, GB/s']:,.0f} GB/s: on plain `cuMemAlloc` memory",
+    ),
+    (
+        "foundation-x2",
+        "vector add on memory striped over two GPUs (NVLink)",
+        lambda at: f"{at['vector add']['resident 0 and 1, GB/s']:,.0f} GB/s",
+        lambda at: f"{at['vector add']['raw, resident 0 and 1, GB/s']:,.0f} GB/s: mapped by raw calls",
     ),
     (
         "elastic",
@@ -146,7 +165,10 @@ LINES: tuple[Line, ...] = (
 
 def readme(where: str) -> str:
     """Return the lines whose benchmarks have run on a machine."""
-    runs = {name: newest(name, where) for name in dict.fromkeys(line[0] for line in LINES)}
+    runs = {
+        name: newest(name.removesuffix("-x2"), f"{where}-x2" if name.endswith("-x2") else where)
+        for name in dict.fromkeys(line[0] for line in LINES)
+    }
     rows = [
         [what, own(run["figures"]), beside(run["figures"])]
         for name, what, own, beside in LINES
