@@ -267,9 +267,8 @@ def reserve(size: Size, *, alignment: Size | None = None, hint: int = 0) -> Rese
     """Reserve a range of `size` bytes of addresses.
 
     `alignment` is a power of two; `hint` an address, rounded down to the alignment, that is taken if it is free, and
-    passed over if not. Raises
-    `AlignmentError` unless the size is a multiple of the granularity, and `OutOfAddressSpaceError`. Source:
-    cuMemAddressReserve.
+    passed over if not. Raises `AlignmentError` unless the size is a multiple of the granularity, and
+    `OutOfAddressSpaceError`. Source: cuMemAddressReserve.
     """
     driver = drivers.current()
     if queued:

@@ -55,9 +55,8 @@ class Buffer(Span):
                     at += stripe
                 driver.set_access(self._address, size, placement.grants)
             except BaseException as error:
-                undo(
-                    error, driver.unmap, self._address, size
-                )  # whatever was mapped: holes do not matter (T7)
+                # Whatever was mapped: holes do not matter (T7).
+                undo(error, driver.unmap, self._address, size)
                 undo(error, driver.free_range, self._address, size)
                 raise
         self._opened()
@@ -147,6 +146,8 @@ class Buffer(Span):
         for listener in self._listeners:
             listener(self)
 
+    # -- what it holds, and its end --
+
     def _facts(self) -> Facts:
         return Facts(
             (self._address, self._reserved) if self._reserved else None,
@@ -163,9 +164,8 @@ class Buffer(Span):
 
     def _begin_close(self) -> Release | None:
         release = super()._begin_close()
-        if (
-            release is not None and self._backup is not None
-        ):  # one that is collected unclosed drops it by itself
+        # The backup of a buffer that is collected unclosed queues itself.
+        if release is not None and self._backup is not None:
             release.steps.append((self._backup.drop, ()))
         return release
 
@@ -237,6 +237,8 @@ def create_mapped(driver: Any, address: int, size: int, properties: AllocationPr
     try:
         driver.map(address, size, handle)
     except BaseException as error:
+        # An interrupt may have come with the mapping done; unmapping nothing is fine (T7).
+        undo(error, driver.unmap, address, size)
         undo(error, driver.release, handle)
         raise
     try:
@@ -250,8 +252,8 @@ def map_new(
     driver: Any, address: int, size: int, properties: AllocationProperties, rollback: Rollback
 ) -> None:
     """Map a new allocation at an address, for as long as the block of `rollback` does not fail."""
-    create_mapped(driver, address, size, properties)
     rollback.undo(driver.unmap, address, size)
+    create_mapped(driver, address, size, properties)
 
 
 def runs(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:

@@ -32,9 +32,8 @@ from remap.streams import Event, StreamCalls, as_stream
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-_LOOK = (
-    1.0  # seconds between two looks at work that is awaited, in case its context is lost and nobody says so
-)
+# Seconds between two looks at work that is awaited, in case its context is lost and nobody says so.
+_LOOK = 1.0
 
 
 class Launchable(Protocol):

@@ -49,9 +49,8 @@ class _Pool:
                 self._epoch = epoch()
             idle = self._idle.get(at)
             if idle:
-                return (
-                    idle.popleft()
-                )  # the one that has been idle for longest, whose work is most likely done
+                # The one that has been idle for longest: its work is most likely done.
+                return idle.popleft()
         return PooledStream(at)
 
     def give(self, stream: PooledStream) -> None:

@@ -26,7 +26,6 @@ from remap.sizes import format_size
 
 _LINK_REPEATS = 3
 _KEEPS: dict[str, Keep] = {"host": "host", "disk": "disk", "nothing": None}
-KEEPS = tuple(_KEEPS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -242,7 +242,7 @@ class SupportsCapture(Protocol):
         ...
 
     def capture_status(self, stream: int) -> CaptureStatus:
-        """Tell whether a stream is being captured. (cuStreamGetCaptureInfo)"""
+        """Tell whether a stream is being captured. (cuStreamIsCapturing)"""
         ...
 
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:

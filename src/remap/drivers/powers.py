@@ -42,7 +42,7 @@ class SupportsPinned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """What a device's default memory pool holds in bytes: in use, and taken from the driver; now and at most."""
+    """What a device's memory pool holds in bytes: in use, and taken from the driver; now and at most."""
 
     used: int
     used_high: int
@@ -52,7 +52,10 @@ class PoolFigures:
 
 @runtime_checkable
 class SupportsPools(Protocol):
-    """A driver with stream-ordered memory: allocated and freed in the order of a stream, from a pool a device."""
+    """A driver with stream-ordered memory: allocated and freed in the order of a stream, from a pool for each device.
+
+    The pool is the device's current one, which is its default one unless somebody has set another.
+    """
 
     def pool_allocate(self, size: int, stream: int) -> int:
         """Allocate memory that work queued on the stream from now on may use. (cuMemAllocAsync)"""
@@ -63,7 +66,7 @@ class SupportsPools(Protocol):
         ...
 
     def pool_figures(self, device: int) -> PoolFigures:
-        """Return the figures of a device's default pool. (cuMemPoolGetAttribute)"""
+        """Return the figures of a device's pool. (cuMemPoolGetAttribute)"""
         ...
 
     def pool_reset_high(self, device: int) -> None:

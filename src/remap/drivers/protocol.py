@@ -271,7 +271,7 @@ class SupportsModules(Protocol):
     """A driver that loads compiled device code."""
 
     def load_module(self, image: bytes) -> int:
-        """Load a cubin, fatbin or PTX image into the current context. (cuModuleLoadData)"""
+        """Load a cubin, fatbin or PTX image into the current context. (cuModuleLoadDataEx)"""
         ...
 
     def unload_module(self, module: int) -> None:

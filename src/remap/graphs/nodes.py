@@ -52,9 +52,8 @@ class Node:
         keeps: Sequence[object] = (),
         body: Nodes | None = None,
     ) -> None:
-        self._graph = (
-            graph  # what tells it from nodes of other graphs; not the graph itself, which holds its nodes
-        )
+        # What tells it from nodes of other graphs; not the graph itself, which holds its nodes.
+        self._graph = graph
         self._handle = handle
         self._keeps = tuple(keeps)
         self.number = number

@@ -7,14 +7,14 @@ import builtins
 import math
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from remap.errors import CompileError
 from remap.kernels import ir
 from remap.kernels.elements import Elements
-from remap.kernels.expressions import Expressions, element_type
+from remap.kernels.expressions import element_type
 from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
 from remap.kernels.reading import MISSING, Source, scalar_of
@@ -47,14 +47,6 @@ _CLOSE: dict[Any, str] = {
 """Functions that differ in the last bits from one library to another."""
 
 _WHOLE = (math.floor, math.ceil, math.trunc)  # Python's give an int
-
-
-class TypesFunction(Protocol):
-    """What types a device function; `statements` gives it, which stands above."""
-
-    def __call__(self, typer: Expressions, name: str, line: int) -> ir.Function:
-        """Return the typed function."""
-        ...
 
 
 class Calls(Elements):

@@ -305,7 +305,7 @@ def _members(data: bytes, name: str) -> Iterator[_Member]:
 
 def _not_an_image(name: str, why: str) -> Exception:
     return driver_error(
-        "cuModuleLoadData",
+        "cuModuleLoadDataEx",
         CudaResult.INVALID_IMAGE,
         asked=f"load {name}",
         rule=why,

@@ -29,7 +29,7 @@ def load(what: Image | str | os.PathLike[str], *, device: DeviceLike | None = No
     compiled, or NVRTC is not installed, a PTX file of the same name beside a source file is loaded in its place.
 
     Raises `DriverError`: FILE_NOT_FOUND, INVALID_IMAGE, or NO_BINARY_FOR_GPU if nothing in it runs on the device;
-    `CompileError` if source cannot be compiled. Source: cuModuleLoadData.
+    `CompileError` if source cannot be compiled. Source: cuModuleLoadDataEx.
     """
     if isinstance(what, Image):
         return Module(what, device)
@@ -118,7 +118,7 @@ class Module(Resource):
             return compile_source(image.data.decode(), arch=architecture_for(capability), name=image.name)
         if not image.runs_on(capability):
             raise driver_error(
-                "cuModuleLoadData",
+                "cuModuleLoadDataEx",
                 CudaResult.NO_BINARY_FOR_GPU,
                 asked=f"load {image.name} on {self.device} ({self.device.name})",
                 rule=f"the {image.kind} is for {', '.join(image.architectures)}, "

@@ -50,9 +50,8 @@ def physical(span: Span) -> Physical:
         return known
     driver, pieces = span._driver, list[Piece]()
     places = span.accessing
-    with (
-        places[0].current() if places else nullcontext()
-    ):  # not every question can be asked without a context
+    # Not every question can be asked without a context.
+    with places[0].current() if places else nullcontext():
         for start, size in span._ranges():
             at = start
             while at < start + size:

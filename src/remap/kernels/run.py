@@ -20,9 +20,8 @@ from remap.kernels.structures import as_record
 if TYPE_CHECKING:
     from remap.drivers.protocol import HostLaunch
 
-_LANES = (
-    1 << 15
-)  # the threads that run together: enough to make Python's own share small, few enough for the caches
+# The threads that run together: enough to make Python's own share small, few enough for the caches.
+_LANES = 1 << 15
 _LANES_OF_BLOCKS = 1 << 14  # the same where blocks have shared memory, which takes more room
 
 Parts = dict[str, list[Part]]

@@ -75,9 +75,8 @@ def pause(
         del plans[buffer]
     notes: list[str] = []
     with held(plans, "paused", detach=detach):
-        for buffer in [
-            one for one, kept in plans.items() if _is_paused(one, kept)
-        ]:  # meanwhile, by another thread
+        # Those that another thread has paused meanwhile.
+        for buffer in [one for one, kept in plans.items() if _is_paused(one, kept)]:
             del plans[buffer]
         for buffer in [buffer for buffer, kept in plans.items() if kept == "host" and _shares_memory(buffer)]:
             notes.append(

@@ -32,10 +32,8 @@ class Group:
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """Its open buffers, oldest first."""
-        found = [
-            one for one in (member() for member in list(self._members)) if one is not None and not one.closed
-        ]
-        return tuple(found)
+        found = (member() for member in list(self._members))
+        return tuple(one for one in found if one is not None and not one.closed)
 
     @property
     def size(self) -> int:

@@ -213,9 +213,8 @@ class Broker:
         if named.leases and not request.flag("force"):
             named.check_free(Access.READ_WRITE)
         del self._buffers[named.name]
-        with suppress(
-            OSError
-        ):  # the manager forgets what it does not hear of when the service is gone for good
+        # What the manager does not hear of, it forgets when the service has gone for good.
+        with suppress(OSError):
             self._store.forget(named.key, len(named.fds))
         named.fds.close()
         client.channel.send(b"{}\0", deadline=None)

@@ -22,9 +22,8 @@ PATIENCE = 30.0
 """How many seconds an importer waits for the exporter to answer."""
 
 _MAGIC = b"remaptkt"
-_TICKET = struct.Struct(
-    f"<8sH{TOKEN_BYTES}s"
-)  # magic, bytes of the path, token; then path, descriptor, fabric handles
+# Magic, bytes of the path, token; then path, descriptor, fabric handles.
+_TICKET = struct.Struct(f"<8sH{TOKEN_BYTES}s")
 
 
 class Exported:

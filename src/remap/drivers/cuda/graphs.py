@@ -10,7 +10,7 @@ from typing import Any
 
 from remap.drivers.cuda.bindings import cuda, failure
 from remap.drivers.graph_powers import NodeInfo, NodeKind
-from remap.errors import CudaResult
+from remap.errors import CudaResult, DriverError
 from remap.types import LaunchConfig, PackedArguments, Touched
 
 _AUTO_FREE_ON_LAUNCH = 1  # CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
@@ -241,7 +241,7 @@ _INVALID_VALUE = CudaResult.INVALID_VALUE
 _WHY_NO_MEMORY = "the whole range must be memory that the current device can use so"
 
 
-def _refused(call: str, err: Any, asked: str, rule: str) -> Exception:
+def _refused(call: str, err: Any, asked: str, rule: str) -> DriverError:
     known = err in (CudaResult.INVALID_VALUE, CudaResult.NOT_SUPPORTED)
     return failure(call, err, asked=asked, rule=rule if known else "")
 

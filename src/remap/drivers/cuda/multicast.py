@@ -111,7 +111,6 @@ _WHY_NOT_BOUND = {
         "offsets and size must be multiples of the multicast granularity and lie within both, and the memory must be "
         "on a device of the team, and shareable where the object is"
     ),
-    int(
-        CudaResult.ILLEGAL_STATE
-    ): "the system's multicast set-up is in an illegal state (fabric manager, imex daemon)",
+    # Its fabric manager, or its IMEX daemon.
+    int(CudaResult.ILLEGAL_STATE): "the system's set-up for multicast is in an illegal state",
 }

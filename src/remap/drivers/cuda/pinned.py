@@ -6,9 +6,8 @@ from remap.drivers.cuda.bindings import cuda, failure
 from remap.errors import CudaResult
 from remap.sizes import format_size
 
-_FOR_ALL_DEVICES = (
-    1 | 2
-)  # CU_MEMHOSTALLOC_PORTABLE | DEVICEMAP; the flags of cuMemHostRegister have the same values
+# CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP; the flags of cuMemHostRegister have the same values.
+_FOR_ALL_DEVICES = 1 | 2
 
 
 class PinnedCalls:

@@ -55,8 +55,7 @@ class PoolCalls:
 
 
 def _pool(device: int) -> Any:
-    # The device's current pool, which is the default one unless somebody has set another: it is what cuMemAllocAsync
-    # takes from.
+    # The current pool, not the default one: it is what cuMemAllocAsync takes from.
     err, pool = cuda.cuDeviceGetMemPool(device)
     if err:
         raise failure("cuDeviceGetMemPool", err, asked=f"the memory pool of device {device}")

@@ -62,9 +62,8 @@ class Box:
         """Return a new, empty box."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
-            connection.bind(
-                b""
-            )  # the kernel picks a name; nobody else can send there once it is its own peer
+            connection.bind(b"")  # the kernel picks a name
+            # Nobody else can send to a socket that is its own peer.
             connection.connect(connection.getsockname())
             made = sealed_file("remap multicast", _PAGE)
             try:

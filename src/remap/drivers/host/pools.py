@@ -103,9 +103,8 @@ class Pools:
             raise invalid(call, f"size {size}", "sizes are positive")
         with self._machine.lock:
             pool = self._pools[stream.device]
-            self._streams.submit(
-                stream, "a pool allocation", None
-            )  # so that others can be seen not to wait for it
+            # So that others can be seen not to wait for it.
+            self._streams.submit(stream, "a pool allocation", None)
             block = self._find(call, pool, round_up(size, _ALIGNMENT), stream)
             mark = Mark(
                 stream, stream.submitted, self._streams.point(stream).clock, f"an allocation in {stream}"
