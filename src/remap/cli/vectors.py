@@ -69,7 +69,7 @@ def _load(path: str) -> Float32:
         raise InvalidValueError(
             f"read {path}", rule=error.strerror or str(error), next_step="Name a .npy file"
         ) from error
-    except (ValueError, EOFError, SyntaxError, OverflowError, tokenize.TokenError) as error:
+    except (ValueError, TypeError, EOFError, SyntaxError, OverflowError, tokenize.TokenError) as error:
         rule = f"it is no .npy file, or is cut short ({_first_line(error)})"
         raise InvalidValueError(f"read {path}", rule=rule, next_step=step) from error
     if not isinstance(loaded, np.ndarray):

@@ -89,7 +89,7 @@ def current() -> Driver:
                 )
             _choice.driver = None
         if _choice.driver is None:
-            _set(open(os.environ.get("REMAP_DRIVER") or None))
+            _set(open(_asked_for()))
         assert _choice.driver is not None
         return _choice.driver
 
@@ -97,6 +97,18 @@ def current() -> Driver:
 def opened() -> Driver | None:
     """Return the driver that this process uses, None while it has opened none."""
     return _choice.driver if _choice.epoch == lifetime.epoch() else None
+
+
+def _asked_for() -> str | None:
+    """Return the driver that the environment names, None if it names none; raises `InvalidValueError`."""
+    name = os.environ.get("REMAP_DRIVER") or None
+    if name is not None and name not in NAMES:
+        raise InvalidValueError(
+            f"REMAP_DRIVER={name}",
+            rule=f"the drivers are {', '.join(NAMES)}",
+            next_step="Set the environment variable to one of them, or unset it",
+        )
+    return name
 
 
 def use(driver: str | Driver, **options: Any) -> Driver:
@@ -108,6 +120,8 @@ def use(driver: str | Driver, **options: Any) -> Driver:
     if isinstance(driver, str):
         _check_idle(f"change of driver to {driver!r}")
         opened = open(driver, **options)
+    elif not isinstance(getattr(driver, "name", None), str):
+        raise TypeError(f"a driver is one of {', '.join(NAMES)}, or a driver object, not {driver!r}")
     elif options:
         raise InvalidValueError(f"options {sorted(options)}", rule="a driver object has its options already")
     else:
