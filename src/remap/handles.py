@@ -213,9 +213,10 @@ class _Table:
         self._sizes: dict[int, int] = {}
 
     def add(self, start: int, size: int) -> None:
-        self._sizes[start] = size
         at = bisect_right(self._starts, start)
-        self._starts[at:at] = (start,)  # not a call, during which a signal's handler could raise
+        # No calls from here on, between which a signal's handler could raise: both know of it, or neither.
+        self._sizes[start] = size
+        self._starts[at:at] = (start,)
 
     def remove(self, start: int) -> None:
         at = bisect_right(self._starts, start) - 1

@@ -94,14 +94,15 @@ class AddressMap(Generic[T]):
     def insert(self, item: T) -> None:
         """Add an interval that overlaps none of the others."""
         base = item.base
-        self._items[base] = item
         if not self._buckets:
+            self._items[base] = item
             self._buckets[:], self._firsts[:] = [[base]], [base]
             return
         position = max(bisect_right(self._firsts, base) - 1, 0)
         bucket = self._buckets[position]
         at = bisect_left(bucket, base)
         if len(bucket) < _LONGEST:
+            self._items[base] = item
             bucket[at:at] = (base,)
             if at == 0:
                 self._firsts[position] = base
@@ -109,6 +110,7 @@ class AddressMap(Generic[T]):
         half = _LONGEST // 2
         grown = [*bucket[:at], base, *bucket[at:]]
         halves, firsts = [grown[:half], grown[half:]], [grown[0], grown[half]]
+        self._items[base] = item
         self._buckets[position : position + 1], self._firsts[position : position + 1] = halves, firsts
 
     def remove(self, item: T) -> None:
