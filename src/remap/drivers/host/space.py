@@ -137,13 +137,17 @@ class AddressSpace:
 
     def free(self, reservation: Reservation, listed: bool = True) -> None:
         """Give a reservation without mappings back to the kernel."""
-        linux.give_back(reservation.base, reservation.end - reservation.base)
         if listed:
+            # Out of the table first: after an interrupt it must not name addresses that the kernel gives to others.
             self.reservations.remove(reservation)
             self._latest = None
-            self.kernel_mappings -= self._reservation_pieces(reservation)
-        else:
-            self.kernel_mappings -= 1
+        try:
+            linux.give_back(reservation.base, reservation.end - reservation.base)
+        except OSError:
+            if listed:
+                self.reservations.insert(reservation)
+            raise
+        self.kernel_mappings -= self._reservation_pieces(reservation) if listed else 1
 
     def around(self, address: int) -> Reservation | None:
         """Return the reservation that holds an address; calls in a row mostly mean the same one."""
