@@ -26,12 +26,14 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[
 
 
 _FILE = click.Path()
+_DRIVER = click.option(
+    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+)
+_DEVICE = click.option("--device", type=int, help="The number of the device; by default the fastest.")
 
 
 @demo.command("vector-add")
-@click.option(
-    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
-)
+@_DRIVER
 @click.option("--device", type=int, help="The number of the device that adds; by default the fastest.")
 @click.option(
     "--resident",
@@ -95,9 +97,7 @@ def vector_add(
 
 
 @demo.command("share")
-@click.option(
-    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
-)
+@_DRIVER
 @click.option(
     "--device", type=int, help="The number of the device that holds the memory; by default the fastest."
 )
@@ -112,10 +112,8 @@ def share(driver: str | None, device: int | None) -> int:
 
 
 @demo.command("elastic")
-@click.option(
-    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
-)
-@click.option("--device", type=int, help="The number of the device; by default the fastest.")
+@_DRIVER
+@_DEVICE
 @click.option("--capacity", default="64GiB", show_default=True, help="How many addresses are reserved.")
 @click.option("--peak", default="64MiB", show_default=True, help="How far the cache grows.")
 @click.option("--token", default="16KiB", show_default=True, help="What it grows by at each step.")
@@ -145,10 +143,8 @@ def elastic(
 
 
 @demo.command("pause")
-@click.option(
-    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
-)
-@click.option("--device", type=int, help="The number of the device; by default the fastest.")
+@_DRIVER
+@_DEVICE
 @click.option("--buffers", type=click.IntRange(min=1), default=4, help="How many buffers; 4 by default.")
 @click.option("--size", default="16MiB", help="The size of each, such as 1GiB; 16MiB by default.")
 @click.option(
@@ -182,7 +178,7 @@ def pause(
         driver=driver,
         device=device,
         buffers=buffers,
-        size=_size(size),
+        size=_size(size, "--size"),
         keep=keep,
         directory=directory,
         cycles=cycles,
@@ -191,18 +187,9 @@ def pause(
     return 0 if run(request) else 1
 
 
-def _size(text: str, option: str = "--size") -> int:
-    try:
-        return parse_size(text)
-    except InvalidValueError as error:
-        raise click.BadParameter(str(error), param_hint=option) from None
-
-
 @demo.command("graph-memory")
-@click.option(
-    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
-)
-@click.option("--device", type=int, help="The number of the device; by default the fastest.")
+@_DRIVER
+@_DEVICE
 @click.option(
     "--experiment",
     "experiments",
@@ -244,17 +231,12 @@ def graph_memory(
     if plot is not None and not plot.lower().endswith((".png", ".svg")):
         raise click.BadParameter("a picture is FILE.png or FILE.svg.", param_hint="'--plot'")
     from remap.cli.graph_memory import Request, run
-    from remap.sizes import parse_size
 
-    try:
-        parse_size(size)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.", param_hint="'--bytes'") from None
     request = Request(
         driver=driver,
         device=device,
         experiments=tuple(sorted(set(experiments))) or (1, 2, 3, 4),
-        size=size,
+        size=_size(size, "--bytes"),
         graphs=graphs,
         spin=spin,
         as_json=as_json,
@@ -264,12 +246,14 @@ def graph_memory(
 
 
 @demo.command("kernels")
+@_DRIVER
+@_DEVICE
 @click.option(
-    "--driver", type=click.Choice(NAMES), help="The driver; by default CUDA where it works, else host."
+    "--rows", type=click.IntRange(1, 1 << 15), default=500, show_default=True, help="Of the matrix."
 )
-@click.option("--device", type=int, help="The number of the device; by default the fastest.")
-@click.option("--rows", type=click.IntRange(1, 1 << 15), default=500, show_default=True, help="Of the matrix.")
-@click.option("--cols", type=click.IntRange(1, 1 << 15), default=700, show_default=True, help="Of the matrix.")
+@click.option(
+    "--cols", type=click.IntRange(1, 1 << 15), default=700, show_default=True, help="Of the matrix."
+)
 def kernels(driver: str | None, device: int | None, rows: int, cols: int) -> int:
     """Run kernels that are written in Python, and check them against NumPy, bit for bit.
 
@@ -278,3 +262,10 @@ def kernels(driver: str | None, device: int | None, rows: int, cols: int) -> int
     from remap.cli.kernels import run
 
     return 0 if run(driver, device, rows, cols) else 1
+
+
+def _size(text: str, option: str) -> int:
+    try:
+        return parse_size(text)
+    except InvalidValueError as error:
+        raise click.BadParameter(f"{error}.", param_hint=f"'{option}'") from None

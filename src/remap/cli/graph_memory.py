@@ -18,7 +18,7 @@ from remap.cli.waived import Waived
 from remap.drivers.graph_powers import GraphFigures
 from remap.errors import InvalidValueError
 from remap.graphs.plot import Panel, check_plot, draw
-from remap.sizes import format_size, parse_size, round_up
+from remap.sizes import format_size, round_up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Request:
     driver: str | None
     device: int | None
     experiments: tuple[int, ...]
-    size: str
+    size: int
     graphs: int
     spin: float | None
     as_json: bool
@@ -41,13 +41,12 @@ def run(request: Request) -> bool:
     # With --json, the standard output is for the JSON alone; which driver was chosen and why is said beside it.
     report = Report(Console(quiet=True) if request.as_json else None)
     choice = Report(Console(stderr=True, highlight=False, markup=False)) if request.as_json else report
-    asked = parse_size(request.size, "--bytes")
-    if asked == 0:
+    if request.size == 0:
         raise InvalidValueError("--bytes 0", rule="each graph allocates one byte at least")
     report.say("What graphs hold: addresses and bytes that graphs use again", "bold")
     choose_driver(request.driver, choice)
     try:
-        found = _run(request, asked, report)
+        found = _run(request, report)
         if plot is not None:
             draw([_panel(one, found) for one in found.experiments], plot, title=found.title)
             report.step("plot", str(plot))
@@ -114,14 +113,14 @@ class Found:
         }
 
 
-def _run(request: Request, asked: int, report: Report) -> Found:
+def _run(request: Request, report: Report) -> Found:
     at = remap.device(request.device)
     pools = at.capabilities["memory_pools"]
     if not pools:
         raise Waived(f"{at} ({at.name}) has no memory pools, which graph memory needs: {pools.reason}")
-    size = round_up(asked, at.granularity().minimum)
-    if size != asked:
-        report.step("size", f"{format_size(asked)} a graph, rounded up to {format_size(size)}")
+    size = round_up(request.size, at.granularity().minimum)
+    if size != request.size:
+        report.step("size", f"{format_size(request.size)} a graph, rounded up to {format_size(size)}")
     memory = at.memory()
     most = 1 if set(request.experiments) == {1} else request.graphs
     report.step(
