@@ -29,7 +29,7 @@ def table() -> Iterator[Any]:
 
     functions, left = libc.libc_functions(BUDGET)
     table = Table(functions)
-    pool = table.add_pool("test", {0: Options(b"", b"", 2 * MiB, 1)})
+    pool = table.add_pool("test", {0: Options(b"", b"", 0, 2 * MiB, 1)})
     yield table, pool, left
     assert left[0] == BUDGET, "every test gives back what it took"
 
@@ -172,8 +172,8 @@ def test_callbacks_run_while_another_thread_has_the_gil(table: Any, record_prope
 def test_entries_are_no_python(table: Any) -> None:
     """Pools have callbacks of their own, which differ in the pool's number alone."""
     one, pool, _ = table
-    other = one.add_pool("other", {0: Options(b"", b"", 4 * MiB, 1)})
-    assert one.add_pool("other", {0: Options(b"", b"", 4 * MiB, 1)}) == other
+    other = one.add_pool("other", {0: Options(b"", b"", 0, 4 * MiB, 1)})
+    assert one.add_pool("other", {0: Options(b"", b"", 0, 4 * MiB, 1)}) == other
     assert one.entry(other) != one.entry(pool)
     allocate, free = calls(one, other)
     address = allocate(1, 0, 0)
@@ -189,7 +189,7 @@ def test_options_are_cudas_structures() -> None:
 
     place = remap.device(0).location
     kinds = frozenset({HandleType.POSIX_FD, HandleType.FABRIC})
-    options = options_of(AllocationProperties(place, kinds, rdma=True), 2 * MiB, 1)
+    options = options_of(AllocationProperties(place, kinds, rdma=True), (place, remap.Host()), 2 * MiB, 1)
     pinned, handles, device, index = (
         int.from_bytes(options.properties[start : start + 4], "little") for start in range(0, 16, 4)
     )
@@ -197,4 +197,6 @@ def test_options_are_cudas_structures() -> None:
     assert options.properties[16:24] == bytes(8)
     assert options.properties[24:26] == b"\x00\x01"
     assert len(options.properties) == 32
-    assert options.access == (1).to_bytes(4, "little") + bytes(4) + (3).to_bytes(4, "little")
+    words = [int.from_bytes(options.access[at : at + 4], "little") for at in range(0, 24, 4)]
+    assert words == [1, 0, 3, 2, 0, 3]
+    assert options.accessing == 2

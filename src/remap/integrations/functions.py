@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remap import drivers
@@ -58,15 +58,24 @@ class _Access(ctypes.Structure):
     _fields_ = [("location_type", ctypes.c_int), ("location_id", ctypes.c_int), ("flags", ctypes.c_int)]
 
 
-def options_of(properties: AllocationProperties, granule: int, chunks: int) -> Options:
-    """Return what a pool asks for on the device of `properties`, which alone gets access."""
+def options_of(
+    properties: AllocationProperties, accessing: Sequence[Location], granule: int, chunks: int
+) -> Options:
+    """Return what a pool asks for on the device of `properties`; all who access get to read and write."""
     index = properties.location.index
     kinds = sum(_HANDLE_TYPES.get(kind, 0) for kind in properties.handle_types)
     prop = _Properties(
         type=_PINNED, handle_types=kinds, location_type=_DEVICE, location_id=index, rdma=properties.rdma
     )
-    access = _Access(location_type=_DEVICE, location_id=index, flags=_READ_WRITE)
-    return Options(bytes(prop), bytes(access), granule, chunks)
+    access = b"".join(
+        bytes(
+            _Access(
+                location_type=_DEVICE if one.is_device else _HOST, location_id=one.index, flags=_READ_WRITE
+            )
+        )
+        for one in accessing
+    )
+    return Options(bytes(prop), access, len(accessing), granule, chunks)
 
 
 def functions_of(driver: Driver) -> Functions:
@@ -118,8 +127,8 @@ def _host() -> dict[str, Any]:
     def map_(address: int, size: int, offset: int, handle: int, _flags: int) -> None:
         drivers.current().map(address, size, handle, offset)
 
-    def set_access(address: int, size: int, descriptions: int, _count: int) -> None:
-        drivers.current().set_access(address, size, _read_grants(descriptions))
+    def set_access(address: int, size: int, descriptions: int, count: int) -> None:
+        drivers.current().set_access(address, size, _read_grants(descriptions, count))
 
     def pop(where: int) -> None:
         store(where, drivers.current().pop_context())
@@ -183,10 +192,7 @@ def _read_properties(where: int) -> AllocationProperties:
     return AllocationProperties(Location(LocationKind.DEVICE, prop.location_id), kinds, rdma=bool(prop.rdma))
 
 
-def _read_grants(where: int) -> tuple[tuple[Location, Access], ...]:
-    """Return the rights that a description gives; the CPU gets them too where it may look at the device's memory."""
-    device = _Access.from_address(where).location_id
-    grants = [(Location(LocationKind.DEVICE, device), Access.READ_WRITE)]
-    if drivers.current().capabilities(device)["coherent"]:
-        grants.append((Location(LocationKind.HOST), Access.READ_WRITE))
-    return tuple(grants)
+def _read_grants(where: int, count: int) -> tuple[tuple[Location, Access], ...]:
+    found = (_Access * count).from_address(where)
+    kinds = {_DEVICE: LocationKind.DEVICE, _HOST: LocationKind.HOST}
+    return tuple((Location(kinds[one.location_type], one.location_id), Access.READ_WRITE) for one in found)

@@ -47,10 +47,14 @@ class Counters(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a pool asks of the driver on one device: CUDA's structures as bytes, its granule, chunks a segment."""
+    """What a pool asks of the driver on one device: CUDA's structures as bytes, its granule, chunks a segment.
+
+    `access` are as many descriptions as there are `accessing`, one after the other.
+    """
 
     properties: bytes
     access: bytes
+    accessing: int
     granule: int
     chunks: int
 
@@ -90,9 +94,10 @@ HEAD = 32
 R_STATE, R_ADDRESS, R_SIZE, R_POOL, R_SERIAL, R_REQUESTED, R_CHUNK, R_SCRATCH = range(8)
 RECORD = 8
 
-# What a pool asks for on a device: CUmemAllocationProp, CUmemAccessDesc, then figures.
-O_PROPERTIES, O_ACCESS, O_GRANULE, O_CHUNKS = 0, 4, 6, 7
-OPTION = 8
+# What a pool asks for on a device: CUmemAllocationProp, room for MOST_ACCESSING CUmemAccessDesc, then figures.
+MOST_ACCESSING = 18
+O_PROPERTIES, O_ACCESS, O_COUNT, O_GRANULE, O_CHUNKS = 0, 4, 31, 32, 33
+OPTION = 34
 
 OPTIONS_AT = HEAD + SLOTS * RECORD
 PART = OPTIONS_AT + POOLS * OPTION

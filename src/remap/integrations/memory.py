@@ -8,23 +8,32 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import Context
-from typing import Any
+from typing import Any, NamedTuple
 
 from remap import drivers, lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.functions import functions_of, options_of
-from remap.integrations.layout import Options, Record, State
+from remap.integrations.layout import Record, State
 from remap.integrations.table import Table
 from remap.lifetime import Release
 from remap.locations import device, devices
 from remap.residency import group
 from remap.sizes import format_size
-from remap.types import Access, AllocationProperties, Host, Location
+from remap.types import Access, AllocationProperties, Location
 
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
+
+
+class Asked(NamedTuple):
+    """What a pool asks for on one device: the memory, who may touch it, the granule, and chunks a segment."""
+
+    properties: AllocationProperties
+    accessing: tuple[Location, ...]
+    granule: int
+    chunks: int
 
 
 class PoolMemory:
@@ -34,12 +43,12 @@ class PoolMemory:
         self,
         memory: Memory,
         tag: str,
-        properties: dict[int, AllocationProperties],
-        options: dict[int, Options],
+        asked: dict[int, Asked],
     ) -> None:
         self.tag = tag
         self.memory = memory
-        self.properties = properties
+        self.asked = asked
+        options = {at: options_of(*one) for at, one in asked.items()}
         self.number = memory.table.add_pool(tag, options)
         self.allocate_address, self.free_address = memory.table.entry(self.number)
         self._allocate, self._free = _Allocate(self.allocate_address), _Free(self.free_address)
@@ -94,16 +103,12 @@ class Memory:
         self._segments: dict[tuple[int, int], AdoptedBuffer] = {}
         self._captures = 0
 
-    def pool(
-        self, tag: str, make: Callable[[], tuple[dict[int, AllocationProperties], int, int]]
-    ) -> PoolMemory:
-        """Return the pool of a tag; `make` says what a new one asks for by device, its granule, and its chunks."""
+    def pool(self, tag: str, make: Callable[[], dict[int, Asked]]) -> PoolMemory:
+        """Return the pool of a tag; `make` says what a new one asks for by device."""
         with self.lock:
             found = self.pools.get(tag)
             if found is None:
-                properties, granule, chunks = make()
-                options = {index: options_of(one, granule, chunks) for index, one in properties.items()}
-                found = self.pools[tag] = PoolMemory(self, tag, properties, options)
+                found = self.pools[tag] = PoolMemory(self, tag, make())
         return found
 
     def ready(self, at: int) -> None:
@@ -117,7 +122,7 @@ class Memory:
         by_number = {pool.number: pool for pool in pools}
         found: list[AdoptedBuffer] = []
         with self.lock:
-            for at in sorted({index for pool in pools for index in pool.properties}):
+            for at in sorted({index for pool in pools for index in pool.asked}):
                 for record in self.table.records(at):
                     pool = by_number.get(record.pool)
                     if pool is not None and record.state in (State.LIVE, State.HELD):
@@ -128,15 +133,12 @@ class Memory:
     def _segment(self, pool: PoolMemory, at: int, record: Record) -> AdoptedBuffer:
         known = self._segments.get((at, record.serial))
         if known is None:
-            rights = {pool.properties[at].location: Access.READ_WRITE}
-            if self.driver.name == "host" and device(at).capabilities["coherent"]:
-                rights[Host()] = Access.READ_WRITE  # as `functions` grants it
+            asked = pool.asked[at]
+            rights = dict.fromkeys(asked.accessing, Access.READ_WRITE)
 
             def make() -> AdoptedBuffer:
                 with group(pool.tag):
-                    return AdoptedBuffer(
-                        self.driver, self.table, record, pool.properties[at], rights, pool.tag
-                    )
+                    return AdoptedBuffer(self.driver, self.table, record, asked.properties, rights, pool.tag)
 
             # In no group but its own, whatever block the thread that looks is in.
             known = self._segments[at, record.serial] = Context().run(make)
@@ -215,12 +217,6 @@ class Memory:
     def segments(self, tags: Iterable[str]) -> list[AdoptedBuffer]:
         """Return the segments of several tags, as far as those are pools."""
         return self.adopt(*(self.pools[tag] for tag in tags if tag in self.pools))
-
-
-def properties_for(at: int, kinds: frozenset[Any], rdma: bool) -> AllocationProperties:
-    """Return what a pool asks for on a device."""
-    place: Location = device(at).location
-    return AllocationProperties(place, kinds, rdma=rdma)
 
 
 class _Memories:

@@ -35,6 +35,7 @@ from remap.integrations.layout import (
     MARGIN,
     O_ACCESS,
     O_CHUNKS,
+    O_COUNT,
     O_GRANULE,
     O_PROPERTIES,
     PENDING,
@@ -207,7 +208,7 @@ def compiled(base: int, functions: Functions) -> Code:
                 if result == 0:
                     done += piece
         if result == 0:
-            result = set_access(address, size, options + O_ACCESS * word, 1)
+            result = set_access(address, size, options + O_ACCESS * word, get(options, O_COUNT))
         if result != 0:
             if done > 0:
                 unmap(address, done)

@@ -14,11 +14,12 @@ from remap.drivers.multicast_power import MulticastProperties, SupportsMulticast
 from remap.errors import InUseError, InvalidValueError, PausedError
 from remap.integrations import routing
 from remap.integrations.adopted import AdoptedBuffer
-from remap.integrations.memory import Memory, PoolMemory, memory, properties_for
+from remap.integrations.layout import MOST_ACCESSING
+from remap.integrations.memory import Asked, Memory, PoolMemory, memory
 from remap.integrations.tensors import Bytes, Tensor, shaped, size_of, tensor_at, torch
 from remap.locations import DeviceLike, device, parse_handle_types
 from remap.residency import group
-from remap.types import AllocationProperties, HandleType
+from remap.types import AllocationProperties, HandleType, Host
 
 Release: TypeAlias = Literal["pool", "region"]
 """When memory that holds no tensor any more goes back: with the pool's sleep or trim, or with each region."""
@@ -31,6 +32,7 @@ class PoolOptions(NamedTuple):
     rdma: bool = False
     chunks: int = 1
     release: Release = "pool"
+    accessing: tuple[int, ...] = ()
 
 
 class Pool:
@@ -49,6 +51,8 @@ class Pool:
         self._entered = 0
         self._asleep = False
         self._moving = ""
+        with group(tag):  # from now on the tag is known, whether anything is made in it or not
+            pass
 
     @property
     def segments(self) -> tuple[AdoptedBuffer, ...]:
@@ -218,17 +222,27 @@ class Pool:
                 next_step="Leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or update torch to 2.9 or newer",
             )
 
-    def _asked(self) -> tuple[dict[int, AllocationProperties], int, int]:
-        driver, kinds = self._memory.driver, self.options.shareable
+    def _asked(self) -> dict[int, Asked]:
+        driver, options = self._memory.driver, self.options
+        whole: object = driver
+        multicast = whole if isinstance(whole, SupportsMulticast) else None
         count = driver.device_count()
-        properties = {at: properties_for(at, _possible(kinds, at), self.options.rdma) for at in range(count)}
-        size = granule(driver, properties[0])
-        if kinds and isinstance(driver, SupportsMulticast):
-            for at in range(count):
-                if device(at).capabilities["multicast"]:
-                    wanted = MulticastProperties(max(count, 1), size, properties[at].handle_types)
-                    size = max(size, driver.multicast_granularity(wanted).minimum)
-        return properties, size, self.options.chunks
+        # Torch copies between devices as if all of them could touch everything.
+        users = options.accessing or (routing.initialized_devices() if driver.name == "cuda" else ())
+        found: dict[int, Asked] = {}
+        for at in range(count):
+            kinds = _possible(options.shareable, at)
+            properties = AllocationProperties(device(at).location, kinds, rdma=options.rdma)
+            size = granule(driver, properties)
+            if kinds and multicast is not None and device(at).capabilities["multicast"]:
+                wanted = MulticastProperties(count, size, kinds)
+                size = max(size, multicast.multicast_granularity(wanted).minimum)
+            peers = [user for user in users if user != at and driver.can_access_peer(user, at)]
+            accessing = [device(one).location for one in (at, *peers)]
+            if driver.name == "host" and device(at).capabilities["coherent"]:
+                accessing.append(Host())  # CPU torch is who uses it
+            found[at] = Asked(properties, tuple(accessing[:MOST_ACCESSING]), size, options.chunks)
+        return found
 
     def _check_coherent(self, at: int) -> None:
         if not device(at).capabilities["coherent"]:
@@ -310,14 +324,19 @@ def pool_of(tag: str, options: PoolOptions, *, asked: bool) -> Pool:
 
 
 def options_from(
-    shareable: HandleType | str | Sequence[HandleType | str] | None, rdma: bool, chunks: int, release: Release
+    shareable: HandleType | str | Sequence[HandleType | str] | None,
+    rdma: bool,
+    chunks: int,
+    release: Release,
+    accessing: Sequence[int],
 ) -> PoolOptions:
     """Return checked options."""
     if chunks < 1:
         raise InvalidValueError(f"chunks={chunks}", rule="a segment has at least one")
     if release not in ("pool", "region"):
         raise InvalidValueError(f"release={release!r}", rule='it is "pool" or "region"')
-    return PoolOptions(parse_handle_types(shareable), rdma, chunks, release)
+    users = tuple(device(one).index for one in accessing)
+    return PoolOptions(parse_handle_types(shareable), rdma, chunks, release, users)
 
 
 def _possible(kinds: frozenset[HandleType], at: int) -> frozenset[HandleType]:

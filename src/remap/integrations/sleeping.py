@@ -20,6 +20,7 @@ from remap.residency import Moved, Waking, groups, pause, resume
 from remap.residency import backup as backup_of
 from remap.residency.results import Progress
 from remap.residency.stores import Keep, asleep
+from remap.residency.tags import known as known_group
 from remap.sharing.exchange import Exchange
 from remap.streams import After, Known
 
@@ -87,6 +88,8 @@ def wake(
         )
     found = memory()
     plan = _plan(sorted(_asleep()) if tags is None else tags, None)
+    for tag in plan:
+        known_group(tag)
     check_not_capturing("wake")
     with _moving(plan, "woken") as chosen:
         found.reap()

@@ -57,8 +57,9 @@ class Table:
         """Say what a pool asks for on a device."""
         at = device * layout.PART + layout.OPTIONS_AT + pool * layout.OPTION
         raw = options.properties.ljust((layout.O_ACCESS - layout.O_PROPERTIES) * layout.WORD, b"\0")
-        raw += options.access.ljust((layout.O_GRANULE - layout.O_ACCESS) * layout.WORD, b"\0")
+        raw += options.access.ljust((layout.O_COUNT - layout.O_ACCESS) * layout.WORD, b"\0")
         ctypes.memmove(self._base + at * layout.WORD, raw, len(raw))
+        self._words[at + layout.O_COUNT] = options.accessing
         self._words[at + layout.O_CHUNKS] = options.chunks
         self._words[at + layout.O_GRANULE] = options.granule
 
@@ -119,7 +120,7 @@ def _copied(fill: Callable[[int], Any]) -> list[Record]:
     return [Record(*(int(word) for word in row)) for row in out[:count]]
 
 
-_NOTHING = Options(b"", b"", 0, 1)
+_NOTHING = Options(b"", b"", 0, 0, 1)
 
 _tables: list[Table] = []
 

@@ -84,6 +84,7 @@ def pool(
     rdma: bool = False,
     chunks: int = 1,
     release: Release = "pool",
+    accessing: Sequence[int] = (),
 ) -> AbstractContextManager[Pool]:
     """Route this thread's allocations into the pool of a tag, for a block: `with remap.torch.pool("weights"):`.
 
@@ -93,14 +94,16 @@ def pool(
 
     `shareable` and `rdma` make memory that other processes, NCCL, UCX and NIXL can register; fabric is left out of
     several kinds where its probe fails. A segment is `chunks` physical allocations: with 1, whoever looks its address
-    up sees all of it. The options belong to the tag from its first use on; with none named, the pool is taken as it is.
+    up sees all of it. `accessing` are devices that may touch the memory beside its own, by default all peers on which
+    this process has a context when the pool is made. The options belong to the tag from its first use on; with none
+    named, the pool is taken as it is.
 
     Raises `PausedError` while the pool sleeps, `InvalidValueError` for other options than it was made with, and
     `NotSupportedError` where torch has no pools, before anything is allocated. Running out of memory inside is torch's
     `OutOfMemoryError`; inside of a block torch does not give back what it caches outside, so call
     `torch.cuda.empty_cache()` before it where memory is short.
     """
-    options = options_from(shareable, rdma, chunks, release)
+    options = options_from(shareable, rdma, chunks, release, accessing)
     return pool_of(tag, options, asked=options != PoolOptions()).entered(devices)
 
 
