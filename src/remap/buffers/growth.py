@@ -199,13 +199,13 @@ class GrowingBuffer(ChangingBuffer):
                     place = next_place(self._places, place)
                     chunk = Chunk(at, size, place)
                     handle = supply.take(chunk)
+                    # Noted before: an interrupt may come with the mapping done, and unmapping nothing is fine (T7).
+                    new.append(chunk)
                     try:
                         driver.map(at, size, handle)
                     except BaseException as error:
-                        supply.lose([chunk])
                         undo(error, driver.release, handle)
                         raise
-                    new.append(chunk)
                     at += size
                     driver.release(handle)
                 if self._granted:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap import drivers
-from remap.buffers.base import Buffer, create_mapped
+from remap.buffers.base import Buffer, map_new
 from remap.buffers.placement import Placement, place
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import parse_alignment, reserve_range
@@ -124,22 +125,25 @@ class RingBuffer(Buffer):
         self.tail += number
         return out
 
-    def produced(self, count: int) -> None:
+    def produced(self, count: Size) -> None:
         """Move `head` on by bytes that were written into a window."""
-        if not 0 <= count <= self.free:
+        self._check()
+        number = parse_size(count, "count")
+        if number > self.free:
             raise InvalidValueError(
-                f"{count} bytes produced", rule=f"{self.free} bytes of {self.describe()} were free"
+                f"{number} bytes produced", rule=f"{self.free} bytes of {self.describe()} were free"
             )
-        self.head += count
+        self.head += number
 
-    def consumed(self, count: int) -> None:
+    def consumed(self, count: Size) -> None:
         """Move `tail` on by bytes that were read out of a window."""
-        self._check_filled("consume", count)
-        self.tail += count
+        number = parse_size(count, "count")
+        self._check_filled("consume", number)
+        self.tail += number
 
     def _check_filled(self, asked: str, count: int) -> None:
         self._check()
-        if not 0 <= count <= self.filled:
+        if count > self.filled:
             raise InvalidValueError(
                 f"{asked} {count} bytes of {self.describe()}", rule=f"{self.filled} bytes wait to be read"
             )
@@ -155,13 +159,14 @@ class RingBuffer(Buffer):
 
         from remap.arrays import DeviceArray
 
-        count = shape if isinstance(shape, int) else int(np.prod(shape, dtype=object))
+        start = operator.index(position)
+        count = int(np.prod(shape, dtype=object))
         if count * np.dtype(dtype).itemsize > self._size:
             raise InvalidValueError(
                 f"a window of {count * np.dtype(dtype).itemsize} bytes",
                 rule=f"the ring has {format_size(self._size)}, and a longer one would meet itself",
             )
-        return DeviceArray.over(self, dtype, shape, position % self._size if self._size else 0)
+        return DeviceArray.over(self, dtype, shape, start % self._size if self._size else 0)
 
     # -- the two views --
 
@@ -219,12 +224,11 @@ class RingBuffer(Buffer):
     def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
         driver, ring = self._driver, self._size
         for chunk in chunks:
-            create_mapped(driver, chunk.address, chunk.size, self.properties.at(chunk.location))
-            rollback.undo(driver.unmap, chunk.address, chunk.size)
+            map_new(driver, chunk.address, chunk.size, self.properties.at(chunk.location), rollback)
             handle = driver.retain(chunk.address)
             try:
-                driver.map(chunk.address + ring, chunk.size, handle)
                 rollback.undo(driver.unmap, chunk.address + ring, chunk.size)
+                driver.map(chunk.address + ring, chunk.size, handle)
             finally:
                 driver.release(handle)
             for view, rights in ((0, self._rights), (ring, self._second)):

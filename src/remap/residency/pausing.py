@@ -113,6 +113,8 @@ def backup(buffer: Buffer) -> NDArray[np.uint8]:
     While the array or a view of it lives, the buffer refuses to resume and to close. Raises `InvalidValueError` for a
     buffer that is not paused, or was paused with keep=None.
     """
+    if not isinstance(buffer, Buffer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"a buffer that stands on mapped memory has a backup, not {type(buffer)}")
     with buffer._driver.lock:
         buffer._check()
         if buffer._taken:
@@ -224,18 +226,24 @@ def _source(flow: Flow, driver: Any, buffer: Buffer, chunk: Any) -> tuple[Any, i
     return at, window.address
 
 
-def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> RemapError | None:
+def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> BaseException | None:
     """Give the memory back; return the error of what could not be unmapped, raise it if nothing has been yet."""
-    first: RemapError | None = None
+    first: BaseException | None = None
     begun = False
     for buffer, backup in backups.items():
         with driver.lock:
+            # Set before the call: an interrupt is raised when it has returned, and the backup is all there is then.
+            shared = buffer._shared
+            buffer._paused, buffer._backup, buffer._shared = backup.told, backup, False
+            backup.stale = True
             try:
                 buffer._unmap_chunks()
-            except RemapError as error:
+                backup.stale = False
+            except BaseException as error:
                 if not begun and _all_mapped(driver, buffer):
+                    buffer._paused, buffer._backup, buffer._shared = "", None, shared
+                    backup.stale = False
                     raise
-                backup.stale = True
                 if first is None:
                     first = error
                     first.add_note(
@@ -245,9 +253,6 @@ def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> RemapError | None
                 else:
                     first.add_note(f"and then: {error}")
             begun = True
-            buffer._paused = backup.told
-            buffer._backup = backup
-            buffer._shared = False
     return first
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from remap import lifetime
 from remap.buffers.base import Buffer
 from remap.errors import InvalidValueError
-from remap.lifetime import Release
+from remap.lifetime import Release, undo
 from remap.locations import Device
 from remap.residency.arenas import SLAB, Extent
 from remap.residency.disk import DiskFile
@@ -165,6 +165,10 @@ class FileJobs:
                             lanes[at.index] = (at, self._driver.create_stream(True, 0))
                     self._move(extent, at, lanes[at.index][1], address, file, offset, size)
                     told.put(size)
+            except BaseException as error:  # the staging memory goes back: nothing may still be copied there
+                for at, lane in lanes.values():
+                    undo(error, self._settle, at, lane)
+                raise
             finally:
                 for at, lane in lanes.values():
                     with at.current():
@@ -172,6 +176,10 @@ class FileJobs:
         except BaseException as error:  # noqa: BLE001 (raised again by `run`, in the thread that asked)
             told.put(error)
         told.put(None)
+
+    def _settle(self, at: Device, lane: int) -> None:
+        with at.current():
+            self._driver.synchronize_stream(lane)
 
     def _move(
         self, extent: Extent, at: Device, lane: int, address: int, file: DiskFile, offset: int, size: int

@@ -216,10 +216,14 @@ class AddressSpace:
                 else:
                     linux.protect(first.base, size, first.wanted)
                 done += 1
-        except OSError as error:
-            for run in runs[:done]:
+        except BaseException as error:
+            # An interrupt is raised when a system call has returned: the last run may be changed or not, and is brought
+            # back too, since whoever trusted the tables would crash.
+            for run in runs[: done + 1]:
                 _undo(run)
-            raise system_error(call, error) from error
+            if isinstance(error, OSError):
+                raise system_error(call, error) from error
+            raise
         for mapping in changed:
             mapping.protection = mapping.wanted
         self.kernel_mappings += growth
