@@ -7,6 +7,7 @@ A room that no page takes stops the build. Needs no Sphinx, so that the tests ca
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -200,6 +201,36 @@ def commands_text() -> str:
     return "\n".join(parts)
 
 
+def profiles_text(folder: Path) -> str:
+    """Return the page that sets side by side what `remap doctor --facts` measured of drivers."""
+    measured: dict[str, dict[str, object]] = {}
+    for path in sorted(folder.glob("*.json")):
+        profile = json.loads(path.read_text())
+        for facts in profile["drivers"].values():
+            measured[f"{facts['about.device']}, {profile['measured']}"] = facts
+    text = [
+        "# Profiles of drivers\n\nWhat `remap doctor --facts` measured, rule by rule; the rules are explained in "
+        "[what the driver does](../explain/driver-facts.md). Where drivers differ, the row is bold.\n"
+    ]
+    if not measured:
+        return "\n".join([*text, "None has been kept yet."])
+    text += [f"| fact | {' | '.join(measured)} |", "|---" * (1 + len(measured)) + "|"]
+    for name in dict.fromkeys(name for facts in measured.values() for name in facts):
+        values = [_cell(facts[name]) if name in facts else "–" for facts in measured.values()]
+        mark = "**" if len(set(values)) > 1 and not name.startswith(("about.", "cost_us.")) else ""
+        text.append(f"| {mark}{name}{mark} | {' | '.join(values)} |")
+    return "\n".join(text) + "\n"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return " and ".join(map(_cell, value))
+    said = f"{value:,}" if isinstance(value, int) else str(value)
+    return said.replace("|", "/")
+
+
 def pages(says: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return every page of the reference: file name, and text. `says` are the messages of the errors' programs."""
     found = {
@@ -207,6 +238,7 @@ def pages(says: Mapping[str, str] | None = None) -> dict[str, str]:
     }
     found["torch"] = torch_text()
     found["commands"] = commands_text()
+    found["profiles"] = profiles_text(HERE.parent / "profiles")
     entries = "\n".join(found)
     found["index"] = f"# Reference\n\n```{{toctree}}\n{entries}\n```\n"
     return {f"{name}.md": text for name, text in found.items()}

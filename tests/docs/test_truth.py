@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -151,6 +152,20 @@ def test_a_room_that_nobody_lists_is_noticed() -> None:
     """A new room without a page stops the build, with the name of the file to change."""
     with pytest.raises(LookupError, match=r"reference_pages\.py"):
         REFERENCE.page_of("attic")
+
+
+def test_profiles_of_drivers_are_compared(tmp_path: Path) -> None:
+    """Profiles stand side by side; a rule that drivers answer differently is marked, and a cost is not."""
+    for name, answer in (("a", "SUCCESS"), ("b", "UNKNOWN")):
+        facts = {"about.device": name, "T1.same": 1 << 21, "T2.other": answer, "cost_us.map": answer}
+        profile = {"measured": "2026-11-29", "drivers": {"host": facts}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(profile))
+    text = REFERENCE.profiles_text(tmp_path)
+    assert "| fact | a, 2026-11-29 | b, 2026-11-29 |\n" in text
+    assert "| T1.same | 2,097,152 | 2,097,152 |\n" in text
+    assert "| **T2.other** | SUCCESS | UNKNOWN |\n" in text
+    assert "| cost_us.map | SUCCESS | UNKNOWN |\n" in text
+    assert "None has been kept" in REFERENCE.profiles_text(tmp_path / "none")
 
 
 def test_figures_of_the_readme_are_those_of_the_results() -> None:
