@@ -113,9 +113,8 @@ class HostPool:
                 )
             missing = round_up(max(least - self._held, 0), SLAB) // SLAB
             if missing:
-                self._check_room(
-                    missing * SLAB, "preparing"
-                )  # before either is noted: a failure changes nothing
+                # Before either is noted: a failure changes nothing.
+                self._check_room(missing * SLAB, "preparing", bound)
                 arena = self._arena(device())
                 every = (arena.slab(index) for index in count())
                 self._commit(arena, list(islice((slab for slab in every if not slab.held), missing)))
@@ -137,7 +136,7 @@ class HostPool:
                     for slab in extent.slabs:
                         slab.users += 1
                 needed = {slab.address: slab for extent in extents for slab in extent.slabs if not slab.held}
-                self._check_room(len(needed) * SLAB, f"a backup of {format_size(sum(sizes))}")
+                self._check_room(len(needed) * SLAB, f"a backup of {format_size(sum(sizes))}", self._limit)
             except BaseException:
                 for extent in extents:
                     arena.free(extent)
@@ -179,19 +178,17 @@ class HostPool:
     def _free(self) -> Iterator[Slab]:
         return (slab for arena in self._arenas.values() for slab in arena.slabs if not slab.users)
 
-    def _check_room(self, more: int, asked: str) -> None:
+    def _check_room(self, more: int, asked: str, limit: int | None) -> None:
         """Raise unless `more` bytes may be held; memory that only waits for use elsewhere makes room first."""
         if not more:
             return
         rule = ""
-        if self._limit is not None and self._held + more > self._limit:
+        if limit is not None and self._held + more > limit:
             busy = sum(SLAB for a in self._arenas.values() for slab in a.slabs if slab.users and slab.held)
-            if busy + more <= self._limit:
-                self._release(
-                    [s for s in self._free() if s.held][-(-(self._held + more - self._limit) // SLAB) :]
-                )
+            if busy + more <= limit:
+                self._release([s for s in self._free() if s.held][-(-(self._held + more - limit) // SLAB) :])
                 return
-            rule = f"the pool's limit is {format_size(self._limit)}, of which {format_size(busy)} are in use"
+            rule = f"the pool's limit is {format_size(limit)}, of which {format_size(busy)} are in use"
         elif more > (left := pages.available()):
             rule = f"the machine has {format_size(left)} left"
         if rule:

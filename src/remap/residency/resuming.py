@@ -101,6 +101,8 @@ def resume(
             "resume with events=True and progress=", rule="it returns before there is progress to tell of",
             next_step="Look at Waking.events",
         )  # fmt: skip
+    if not wait >= 0:  # NaN, too, which no deadline ever reaches
+        raise InvalidValueError(f"resume with wait={wait}", rule="it is a number of seconds, 0 or more")
     plans = _ordered(chosen(buffers, None), order or ())
     for buffer in plans:
         buffer._check()

@@ -60,6 +60,8 @@ class Group:
 
     def _add(self, thing: Resource) -> None:
         if isinstance(thing, Buffer):
+            if self.tag in thing._groups:  # made in two nested blocks of this tag
+                return
             self._members = [member for member in self._members if member() is not None]
             self._members.append(weakref.ref(thing))
             thing._groups = (*thing._groups, self.tag)
@@ -93,6 +95,8 @@ def group(tag: str) -> Generator[Group]:
     The same tag again adds to the same group. Groups may be nested; a buffer is then in each of them. Typed buffers
     take mapped memory there, however small, so that they can sleep and move.
     """
+    if not isinstance(tag, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"the tag of a group is text, not {type(tag)}")
     found = _groups.of_this_process().setdefault(tag, Group(tag))
     with on_creation(found._add), mapped_only():
         yield found
