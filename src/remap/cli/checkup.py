@@ -161,14 +161,18 @@ def _bandwidth() -> None:
             remap.allocate(size, resident=one) as buffer,
             remap.Stream(one) as stream,
         ):
-            array = host.numpy()
-            _rate(one, "host to device", size, stream, partial(buffer.copy_from_host, array, stream=stream))
-            _rate(one, "device to host", size, stream, partial(buffer.copy_to_host, array, stream=stream))
-            _rate(one, "fill", size, stream, partial(buffer.fill, 1, stream=stream))
-            for peer in one.peers():
-                with remap.allocate(size, resident=peer, accessing=[one, peer]) as other:
-                    copy = partial(buffer.copy_from, other, stream=stream)
-                    _rate(one, f"from device {peer.index}", size, stream, copy)
+            _links(one, host.numpy(), buffer, stream)
+
+
+def _links(one: Device, array: Any, buffer: remap.Buffer, stream: remap.Stream) -> None:
+    size = buffer.size
+    _rate(one, "host to device", size, stream, partial(buffer.copy_from_host, array, stream=stream))
+    _rate(one, "device to host", size, stream, partial(buffer.copy_to_host, array, stream=stream))
+    _rate(one, "fill", size, stream, partial(buffer.fill, 1, stream=stream))
+    for peer in one.peers():
+        with remap.allocate(size, resident=peer, accessing=[one, peer]) as other:
+            copy = partial(buffer.copy_from, other, stream=stream)
+            _rate(one, f"from device {peer.index}", size, stream, copy)
 
 
 def _rate(one: Device, name: str, size: int, stream: remap.Stream, call: Callable[[], Any]) -> None:

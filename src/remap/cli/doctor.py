@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from remap.drivers import NAMES
-
-WELL, PROBLEM, NO_GPU = 0, 1, 2
-_PATIENCE = 300
 
 
 @click.command()
@@ -34,6 +28,8 @@ def doctor(as_json: bool, driver: str | None, bandwidth: bool, facts: bool, out:
     there is no GPU.
     """
     wanted = (driver,) if driver else NAMES
+    from remap.cli.examination import examine
+
     more = [word for word, on in (("bandwidth", bandwidth), ("facts", facts)) if on]
     found = examine(wanted, more)
     if facts:
@@ -43,82 +39,6 @@ def doctor(as_json: bool, driver: str | None, bandwidth: bool, facts: bool, out:
     else:
         _report(found)
     return int(found["status"])
-
-
-def examine(wanted: tuple[str, ...], more: list[str]) -> dict[str, Any]:
-    """Return everything that can be found out, as values that JSON can hold."""
-    from importlib.metadata import version
-
-    from remap.cli.cures import checks
-
-    system = [asdict(check) for check in checks()]
-    drivers = [_driver(name, more) for name in wanted]
-    steps = [{"driver": one["name"], **step} for one in drivers for step in one.pop("steps")]
-    crashed = [one["name"] for one in drivers if one["crashed"]]
-    tested = {step["driver"] for step in steps}
-    passed = bool(steps) and all(step["passed"] for step in steps) and not crashed
-    found = {
-        "remap": version("remap"),
-        "python": sys.version.split()[0],
-        "drivers": drivers,
-        "system": system,
-        "self_test": {"passed": passed, "drivers": sorted(tested), "steps": steps},
-    }
-    return {**found, "status": _status(found)}
-
-
-def _status(found: dict[str, Any]) -> int:
-    here = {one["name"]: one for one in found["drivers"]}
-    gpu = next(check["ok"] for check in found["system"] if check["name"] == "GPU")
-    cuda = here.get("cuda")
-    if cuda is not None and not cuda["available"] and not gpu and not cuda["crashed"]:
-        others = [one for one in found["drivers"] if one["name"] != "cuda"]
-        well = all(one["available"] for one in others) and (found["self_test"]["passed"] or not others)
-        return NO_GPU if well else PROBLEM
-    broken = [check for check in found["system"] if check["needed"] and not check["ok"]]
-    missing = [one for one in found["drivers"] if not one["available"]]
-    no_vmm = [
-        device
-        for one in found["drivers"]
-        for device in one["devices"]
-        if not device["capabilities"]["vmm"]["supported"]
-    ]
-    return PROBLEM if broken or missing or no_vmm or not found["self_test"]["passed"] else WELL
-
-
-def _driver(name: str, more: list[str]) -> dict[str, Any]:
-    """Examine a driver in a child process, and return what it said before it ended, however it did."""
-    from remap.cli.cures import cure
-
-    command = [sys.executable, "-m", "remap.cli.checkup", name, *more]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
-        said, status, noise = done.stdout, done.returncode, done.stderr
-    except subprocess.TimeoutExpired as error:
-        said, status, noise = str(error.stdout or ""), -1, f"it did not end within {_PATIENCE} s"
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        parts.setdefault(line.pop("kind"), []).append(line)
-    about = parts.get("driver", [{"name": name, "available": False, "reason": "", "version": ""}])[0]
-    if status:
-        last = noise.strip().splitlines()[-1] if noise.strip() else "it said nothing"
-        about["reason"] = f"the examination ended with status {status}: {last}"
-        about["cure"] = f"Run it by hand to see more: {' '.join(command)}"
-    devices = parts.get("device", [])
-    for device in devices:
-        for capability, state in device["capabilities"].items():
-            if not state["supported"]:
-                state["cure"] = cure(name, capability, state["reason"])
-    return {
-        "cure": "",
-        **about,
-        "crashed": bool(status),
-        "devices": devices,
-        "steps": parts.get("step", []),
-        "bandwidth": parts.get("bandwidth", []),
-        "facts": {fact["name"]: fact["value"] for fact in parts.get("fact", [])},
-    }
 
 
 def _profile(found: dict[str, Any]) -> dict[str, Any]:
@@ -140,42 +60,43 @@ def _put(text: str, out: str | None) -> None:
         click.echo(f"written to {out}")
 
 
-def _report(found: dict[str, Any]) -> None:
+def _report(all_found: dict[str, Any]) -> None:
     from remap.cli.report import Report
     from remap.sizes import format_size
 
     report = Report()
-    report.step("remap", f"{found['remap']} on Python {found['python']}")
+    report.step("remap", f"{all_found['remap']} on Python {all_found['python']}")
     label = "system"
-    for check in found["system"]:
+    for check in all_found["system"]:
         sign = "ok" if check["ok"] else "PROBLEM" if check["needed"] else "note"
         report.step(label, _with_cure(f"{sign}: {check['name']}: {check['found']}", check["cure"]))
         label = ""
-    for one in found["drivers"]:
+    for one in all_found["drivers"]:
         report.say("")
         state = one["version"] if one["available"] else "not available"
         state = f"{state}: {one['reason']}" if one["reason"] else state
         report.step(f"{one['name']} driver", _with_cure(state, one["cure"]))
-        for names, device in _alike(one["devices"]):
-            peers = ", ".join(map(str, device["peers"])) or "none"
+        for alike in _alike(one["devices"]):
+            device = alike[0]
             report.step(
-                names,
+                f"device {','.join(str(each['index']) for each in alike)}",
                 f"{device['name']}, compute capability {device['compute_capability']}, "
-                f"{format_size(device['memory'])}, peers: {peers}",
+                f"{format_size(device['memory'])}; {'; '.join(map(_reach, alike))}",
             )
-            has = [name for name, state in device["capabilities"].items() if state["supported"]]
+            has = [name for name, found in device["capabilities"].items() if found["supported"]]
             report.step("", f"has {', '.join(has)}")
-            for name, state in device["capabilities"].items():
-                if not state["supported"]:
-                    report.step("", _with_cure(f"no {name}: {state['reason']}", state["cure"]))
+            for name, found in device["capabilities"].items():
+                if not found["supported"]:
+                    report.step("", _with_cure(f"no {name}: {found['reason']}", found["cure"]))
         for rate in one["bandwidth"]:
             report.step(
                 "", f"device {rate['device']}, {rate['name']}: {rate['gigabytes_per_second']:.1f} GB/s"
             )
     report.say("")
-    test = found["self_test"]
-    failed = [step for step in test["steps"] if not step["passed"]]
-    names = ", ".join(dict.fromkeys(step["name"] for step in test["steps"]))
+    test = all_found["self_test"]
+    steps: list[dict[str, Any]] = test["steps"]
+    failed = [step for step in steps if not step["passed"]]
+    names = ", ".join(dict.fromkeys(str(step["name"]) for step in steps))
     report.step(
         "self-test",
         f"{'passed' if test['passed'] else 'FAILED'} on {', '.join(test['drivers']) or 'no driver'}",
@@ -183,23 +104,24 @@ def _report(found: dict[str, Any]) -> None:
     report.step("", names)
     for step in failed:
         report.step("", f"{step['driver']} device {step['device']}: {step['name']}: {step['detail']}")
-    report.step("result", _RESULTS[found["status"]])
+    report.step("result", _RESULTS[int(all_found["status"])])
 
 
-_RESULTS = {
-    WELL: "all is well",
-    PROBLEM: "there is a problem",
-    NO_GPU: "no GPU; the host driver runs the same programs",
-}
+_RESULTS = ("all is well", "there is a problem", "no GPU; the host driver runs the same programs")
 
 
-def _alike(devices: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return one device for all that are alike, with the numbers of them."""
+def _alike(devices: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the devices in groups of those that differ in nothing but number, peers and NUMA node."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for device in devices:
         same = {name: value for name, value in device.items() if name not in ("index", "peers", "numa_node")}
         groups.setdefault(json.dumps(same, sort_keys=True), []).append(device)
-    return [(f"device {','.join(str(one['index']) for one in some)}", some[0]) for some in groups.values()]
+    return list(groups.values())
+
+
+def _reach(device: dict[str, Any]) -> str:
+    peers = ", ".join(map(str, device["peers"]))
+    return f"{device['index']} reaches {peers or 'no peer'}"
 
 
 def _with_cure(text: str, cure: str) -> list[str]:

@@ -16,6 +16,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
+from remap.drivers.wrappers import _OWN_NAMES
 from remap.errors import DriverError
 from remap.types import Location
 
@@ -38,8 +39,10 @@ class Tap:
         self.listening = True
         self._covered: dict[str, Any] = {}
         for name in dir(driver):
-            if name.startswith("_") or isinstance(
-                inspect.getattr_static(driver.__class__, name, None), property
+            if (
+                name[0] == "_"
+                or name in _OWN_NAMES
+                or isinstance(inspect.getattr_static(driver.__class__, name, None), property)
             ):
                 continue
             call = getattr(driver, name)

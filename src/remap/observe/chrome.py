@@ -58,8 +58,9 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for thread in dict.fromkeys(record[7] for record in records):
         yield _named("thread_name", process, thread, names.get(thread, f"thread {thread}"))
-    ledger = Ledger(trace.before, trace.contexts)
-    yield _counter(process, 0, ledger)
+    ledger = Ledger(trace.before, trace.contexts, trace.handles)
+    if ledger.bytes:
+        yield _counter(process, 0, ledger)
     for record in records:
         yield _call(record, process, start)
         if ledger.take(record):

@@ -169,7 +169,9 @@ def writer(language: str, about: str) -> Writer:
     """Return what writes a language; `about` is one line for the top of the program."""
     try:
         clean = "".join(letter if letter.isprintable() else "?" for letter in about)
-        return LANGUAGES[language](clean.replace("*/", "* /").replace('"""', "'''").replace("\\", "/"))
+        return LANGUAGES[language](
+            clean.replace("*/", "* /").replace("/*", "/ *").replace('"""', "'''").replace("\\", "/")
+        )
     except KeyError:
         raise InvalidValueError(
             f"a trace as {language!r}", rule=f"the languages are {', '.join(LANGUAGES)}"

@@ -24,7 +24,8 @@ class _Memory:
 class Ledger:
     """The bytes of each location, as calls take them and give them back. Memory of other processes is not counted."""
 
-    def __init__(self, before: Iterable[Item], contexts: dict[int, int]) -> None:
+    def __init__(self, before: Iterable[Item], contexts: dict[int, int], handles: dict[int, int]) -> None:
+        names = {serial: handle for handle, serial in handles.items()}
         self.bytes: dict[Location, int] = {}
         self._handles: dict[int, _Memory] = {}
         self._mapped: dict[int, tuple[int, _Memory]] = {}
@@ -40,7 +41,9 @@ class Ledger:
                 if memory is None:
                     memory = known[piece.memory] = self._new(piece.size, piece.location, 0)
                 memory.kept_by += 1
-                if piece.address is not None:
+                if piece.address is None:
+                    self._handles[names.get(item.serial, 0)] = memory
+                else:
                     # Plain memory is freed by its address, mappings are unmapped by theirs: either may come.
                     self._mapped[piece.address] = (piece.size, memory)
                     self._plain[piece.address] = memory

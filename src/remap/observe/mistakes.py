@@ -6,66 +6,10 @@ is to explain.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
 from remap.errors import InvalidValueError
-
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """An error, a program that raises it, why it does, and what to do."""
-
-    name: str
-    summary: str
-    program: str
-    cause: str
-    cure: str
-
-    def message(self) -> str:
-        """Run the program in a process of its own, and return the last thing that it says."""
-        return run(self.program)
-
-
-def run(program: str, patience: float = 60) -> str:
-    """Run a program on the host driver and return the line that names its error, and its notes."""
-    environment = {**os.environ, "REMAP_DRIVER": "host"}
-    environment.pop("REMAP_TRACE", None)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "program.py")  # a file, as kernels are compiled from their source
-        path.write_text(program, encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, str(path)],
-            capture_output=True,
-            text=True,
-            timeout=patience,
-            env=environment,
-            check=False,
-        )
-    lines = [line for line in done.stderr.splitlines() if line and not line[0].isspace()]
-    told = [line for line in lines if line.startswith("remap.") or "Warning: " in line]
-    return (told or lines or ["it said nothing"])[-1]
-
-
-def find(name: str) -> Mistake:
-    """Return the mistake of an error by its name, in any case and with or without `Error`."""
-    known = {key.lower(): one for key, one in MISTAKES.items()}
-    asked = name.lower().removeprefix("remap.")
-    found = known.get(asked) or known.get(f"{asked}error")
-    if found is None:
-        near = get_close_matches(asked, known, n=1, cutoff=0.5)
-        raise InvalidValueError(
-            f"error {name!r}",
-            rule="remap raises no error of that name",
-            next_step=f"Did you mean {known[near[0]].name}?" if near else "remap explain lists them all",
-        )
-    return found
-
+from remap.observe.mistake import Mistake
 
 _ALL = (
     Mistake(
@@ -435,3 +379,18 @@ remap.collect()
 
 MISTAKES = {one.name: one for one in _ALL}
 """Each public error by name."""
+
+
+def find(name: str) -> Mistake:
+    """Return the mistake of an error by its name, in any case and with or without `Error`."""
+    known = {key.lower(): one for key, one in MISTAKES.items()}
+    asked = name.lower().removeprefix("remap.")
+    found = known.get(asked) or known.get(f"{asked}error")
+    if found is None:
+        near = get_close_matches(asked, known, n=1, cutoff=0.5)
+        raise InvalidValueError(
+            f"error {name!r}",
+            rule="remap raises no error of that name",
+            next_step=f"Did you mean {known[near[0]].name}?" if near else "remap explain lists them all",
+        )
+    return found

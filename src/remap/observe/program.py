@@ -78,23 +78,26 @@ class Program:
         step = self._steps.get(call.method)
         if step is None:
             if call.method not in _QUERIES:
-                self.write.comment(f"{call.method}({_said(call.arguments)}): not shown as a call")
+                self._remark(call, ": not shown as a call")
             return call.method not in _QUERIES
         if call.error:
-            self.write.comment(f"{call.method}({_said(call.arguments)}) was refused: {call.error}")
+            self._remark(call, f" was refused: {call.error}")
             return True
         try:
             step(call, *call.arguments)
         except UnknownError:
-            self.write.comment(
-                f"{call.method}({_said(call.arguments)}): of what was made before the trace began"
-            )
+            self._remark(call, ": of what was made before the trace began")
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidValueError(
                 f"call of {call.method} in the trace",
                 rule=f"its arguments are not what that call takes ({error})",
             ) from error
         return True
+
+    def _remark(self, call: ReadCall, text: str) -> None:
+        """Write a remark about a call; whatever the trace holds, it stays one line that nothing ends early."""
+        clean = "".join(letter if letter.isprintable() else "?" for letter in f"{_said(call)}{text}")
+        self.write.comment(clean.replace("*/", "* /").replace("/*", "/ *"))
 
     # -- names --
 
@@ -339,13 +342,11 @@ _QUERIES = frozenset(
 )
 
 
-def _said(arguments: tuple[Any, ...]) -> str:
-    """Return arguments for a comment; nothing in them can end it."""
-    text = ", ".join(
-        hex(one) if isinstance(one, int) and one > 0xFFFF_FFFF else str(one) for one in arguments
-    )
-    clean = "".join(letter if letter.isprintable() else "?" for letter in text).replace("*/", "* /")
-    return clean if len(clean) <= 100 else f"{clean[:97]}..."
+def _said(call: ReadCall) -> str:
+    """Return a call as text, its arguments cut where they are long."""
+    said = [hex(one) if isinstance(one, int) and one > 0xFFFF_FFFF else str(one) for one in call.arguments]
+    text = ", ".join(said)
+    return f"{call.method[:60]}({text if len(text) <= 100 else text[:97] + '...'})"
 
 
 def write_program(trace: ReadTrace, writer: Writer) -> str:

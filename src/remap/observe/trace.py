@@ -20,8 +20,9 @@ from typing import Any, Self, TypeAlias
 from remap import drivers, lifetime
 from remap.drivers.wrappers import Call
 from remap.errors import InUseError, InvalidValueError
+from remap.handles import PhysicalAllocation
 from remap.lifetime import Resource
-from remap.locations import devices
+from remap.locations import _known
 from remap.observe.calls import CallRecord, taps
 from remap.observe.reading import FileLike
 from remap.observe.snapshot import Item, _item
@@ -47,6 +48,7 @@ class Trace:
         self.started = ""
         self.before: tuple[Item, ...] = ()
         self.contexts: dict[int, int] = {}
+        self.handles: dict[int, int] = {}
         self.notes: list[Note] = []
         self.driver: Any = None
         self._records: list[CallRecord] = []
@@ -70,8 +72,12 @@ class Trace:
         self.driver = drivers.opened()
         if self.driver is not None:
             numbers: dict[object, int] = {}
-            self.before = tuple(_item(thing, numbers) for thing in lifetime.live())
-            self.contexts = {one._context: one.index for one in devices() if one._context}
+            living = lifetime.live()
+            self.before = tuple(_item(thing, numbers) for thing in living)
+            self.handles = {one._handle: one.serial for one in living if isinstance(one, PhysicalAllocation)}
+            # Not devices(), which would ask the driver while another trace listens.
+            known = _known.of(self.driver).by_index.values()
+            self.contexts = {one._context: one.index for one in known if one._context}
             taps.add(self.driver)
         self._running = True
         lifetime.watchers.append(self._note)
