@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
@@ -301,6 +301,10 @@ class Uses:
         with queue.device.current():
             queue.device._driver.record_event(event.handle, queue.handle)
 
+    def keep(self, things: Iterable[object]) -> None:
+        """Keep things alive until the next wait: what work that was noted still uses."""
+        self._held += things
+
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if a stream to be waited for is being captured; nothing has been waited for then."""
         for queue in list(self._streams.values()):
@@ -359,6 +363,11 @@ class Uses:
         for event in list(self._events.values()):
             with target.device.current():
                 target.device._driver.wait_event(target.handle, event.handle)
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        """The streams that have work pending, those with an event of their own left out."""
+        return tuple(self._streams.values())
 
     def latest(self) -> Queue | None:
         """Return one of the streams that have work pending, the last one first used; None if there is none."""

@@ -112,7 +112,8 @@ class Capture:
             uses: Uses | None = thing._uses if isinstance(thing, Module) else None
             if isinstance(thing, Span):
                 uses = thing._known_uses
-            for key, queue in list(uses._streams.items()) if uses is not None else ():
+            for queue in uses.queues if uses is not None else ():
+                key = (queue.device.index, queue.handle)
                 if key not in known:
                     with queue.device.current():
                         known[key] = not queue.over and queue.device._driver.stream_capturing(queue.handle)

@@ -206,7 +206,7 @@ class Executable(Resource):
         # Runs under way still use what the nodes named before.
         before = self._kept
         self._take(graph)
-        self._uses._held += before
+        self._uses.keep(before)
 
     def _detach(self) -> Release:
         steps: list[Step] = [(in_context, (self.device, self._driver.graph_exec_destroy, self._handle))]

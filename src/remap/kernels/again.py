@@ -86,7 +86,9 @@ class Again:
         self._packing = threading.Lock()
         self._all = tuple(dict.fromkeys(packed.spans))
         # Rights are changed by putting another table in their place, and what stands behind a buffer by counting on.
-        self._spans = tuple((span, span._rights, _version(span)) for span in self._all)
+        self._spans: tuple[tuple[Any, Any, tuple[int, str] | None], ...] = tuple(
+            (span, span._rights, _version(span)) for span in self._all
+        )
         loaded.module._uses.add(queue)
 
     def go(self, given: tuple[Any, ...]) -> bool:
@@ -110,7 +112,7 @@ class Again:
             for span, rights, version in self._spans:
                 if span._rights is not rights or not span._open or span._taken or span._arriving is not None:
                     break
-                if version is not None and version != (span.generation, span._paused):  # type: ignore[attr-defined]
+                if version is not None and version != (span.generation, span._paused):
                     break
                 span._busy += 1
                 begun += 1
