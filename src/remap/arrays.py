@@ -53,7 +53,7 @@ class DeviceArray:
         extent or an array that does not fit, `AlignmentError` for an offset that would make the elements unaligned,
         and `SizeOverflowError` (an `OverflowError`).
         """
-        kind = _check_type(dtype)
+        kind = check_type(dtype)
         start = operator.index(offset)
         owner._check()
         if not 0 <= start <= owner._reach:
@@ -64,7 +64,7 @@ class DeviceArray:
             raise AlignmentError(
                 f"an array of {kind} at offset {start}", rule=f"the offset must be a multiple of {unit} bytes"
             )
-        extents = _check_shape(max(owner._size - start, 0) // kind.itemsize if shape is None else shape)
+        extents = check_shape(max(owner._size - start, 0) // kind.itemsize if shape is None else shape)
         total = check_extent(extents, kind.itemsize)
         if start + total > owner._reach:
             raise InvalidValueError(
@@ -110,7 +110,7 @@ class DeviceArray:
 
     def reshape(self, *shape: int) -> DeviceArray:
         """Return the same elements in another shape; raises `InvalidValueError` unless their number is the same."""
-        extents = _check_shape(shape)
+        extents = check_shape(shape)
         if check_extent(extents, 1) != self.size:
             raise InvalidValueError(f"shape {extents}", rule=f"the array has {self.size} elements")
         return DeviceArray(self.owner, self.dtype, extents, self.offset)
@@ -121,7 +121,7 @@ class DeviceArray:
         The last axis shrinks or grows with the size of the type. Raises `InvalidValueError` where its bytes are not
         whole elements of that type, and `AlignmentError`.
         """
-        kind = _check_type(dtype)
+        kind = check_type(dtype)
         extents = self.shape
         if kind.itemsize != self.dtype.itemsize:
             last = extents[-1] * self.dtype.itemsize if extents else self.dtype.itemsize
@@ -347,7 +347,8 @@ class DeviceArray:
         return f"<remap.DeviceArray {self.shape} of {self.dtype} in {self.owner.describe()}>"
 
 
-def _check_type(dtype: DTypeLike) -> Any:
+def check_type(dtype: DTypeLike) -> Any:
+    """Return what an array can be made of as a dtype; raises `InvalidValueError` for what has no bytes of its own."""
     import numpy as np
 
     kind = np.dtype(dtype)
@@ -362,7 +363,8 @@ def _check_type(dtype: DTypeLike) -> Any:
     return kind
 
 
-def _check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
+def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
+    """Return a shape as a tuple; raises `InvalidValueError` for a negative extent."""
     sequence: Sequence[SupportsIndex] = shape if isinstance(shape, Sequence) else (shape,)
     extents = tuple(operator.index(extent) for extent in sequence)
     if any(extent < 0 for extent in extents):

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias
 
-from remap.arrays import DeviceArray
+from remap.arrays import DeviceArray, check_shape, check_type
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
 from remap.locations import Device, device
@@ -181,16 +181,7 @@ class OwnedMemory(TypedMemory):
 
 def extent(shape: Shape, dtype: DTypeLike) -> tuple[tuple[int, ...], Any, int]:
     """Return a shape, a type and the bytes that they take, checked; raises `InvalidValueError`, `OverflowError`."""
-    import numpy as np
-
-    kind = np.dtype(dtype)
-    if kind.hasobject or kind.itemsize == 0 or kind.subdtype is not None:
-        rule = "elements are numbers, or structures of numbers, of a size of their own"
-        raise InvalidValueError(f"memory of {kind!r}", rule=rule)
-    sequence: Sequence[SupportsIndex] = shape if isinstance(shape, Sequence) else (shape,)
-    extents = tuple(operator.index(one) for one in sequence)
-    if any(one < 0 for one in extents):
-        raise InvalidValueError(f"shape {extents}", rule="an extent is 0 or more")
+    kind, extents = check_type(dtype), check_shape(shape)
     return extents, kind, check_extent(extents, kind.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""Residency: memory that goes to sleep, wakes and moves while its addresses stay (`moves`, `groups`, `hostpool`).
+"""Residency: memory that goes to sleep, wakes and moves while its addresses stay.
 
 `pause` copies what stands behind buffers to host memory or a file, or drops it, and gives the device memory back;
 `resume` puts memory there again; `migrate` moves it. All of them have two phases: what can fail comes first, and

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -210,7 +211,7 @@ class HostPool:
                 slab.leaving, slab.job = False, None  # it had not gone yet
                 self._leaving -= SLAB
                 continue
-            jobs.append((slab, lambda slab=slab, before=before: self._fill(arena, slab, before)))  # type: ignore[misc]
+            jobs.append((slab, partial(self._fill, arena, slab, before)))
         self._peak = max(self._peak, self._held)
         _start(jobs, _WORKERS)
 
@@ -227,7 +228,7 @@ class HostPool:
             slab.held, slab.leaving = False, True
             self._held -= SLAB
             self._leaving += SLAB
-            jobs.append((slab, lambda slab=slab, before=slab.job: self._drop(slab, before)))  # type: ignore[misc]
+            jobs.append((slab, partial(self._drop, slab, slab.job)))
         _start(jobs, 1)
 
     # -- in the background --
