@@ -143,7 +143,7 @@ class DeviceBox(OwnedMemory):
         device: DeviceLike | None = None,
     ) -> DeviceBox:
         """Return a box of zeros. Waits until they are written, unless `stream` is given."""
-        return cls._made(*extent(shape, dtype)[:2], stream, device, 0)
+        return cls._made(shape, dtype, stream, device, 0)
 
     @classmethod
     def empty(
@@ -155,20 +155,20 @@ class DeviceBox(OwnedMemory):
         device: DeviceLike | None = None,
     ) -> DeviceBox:
         """Return a box whose contents are undefined; never waits."""
-        return cls._made(*extent(shape, dtype)[:2], stream, device, None)
+        return cls._made(shape, dtype, stream, device, None)
 
     @classmethod
     def _made(
         cls,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: Any,
         stream: StreamLike | None,
         at: DeviceLike | None,
         contents: Any,
     ) -> DeviceBox:
-        _, kind, size = extent(shape, dtype)
+        extents, kind, size = extent(shape, dtype)
         place = place_of(at, stream)
-        made = cls(allocate_pooled(size, place, as_stream(stream, place)), kind, shape)
+        made = cls(allocate_pooled(size, place, as_stream(stream, place)), kind, extents)
         try:
             if contents is not None and size:
                 if isinstance(contents, int):

@@ -54,7 +54,7 @@ class DeviceBuffer(OwnedMemory):
         source: Source = None,
     ) -> DeviceBuffer:
         """Return a buffer of zeros. Waits until they are written, unless `stream` is given."""
-        return cls._made(*extent(shape, dtype)[:2], stream, device, source, 0)
+        return cls._made(shape, dtype, stream, device, source, 0)
 
     @classmethod
     def empty(
@@ -66,21 +66,21 @@ class DeviceBuffer(OwnedMemory):
         source: Source = None,
     ) -> DeviceBuffer:
         """Return a buffer whose contents are undefined."""
-        return cls._made(*extent(shape, dtype)[:2], None, device, source, None)
+        return cls._made(shape, dtype, None, device, source, None)
 
     @classmethod
     def _made(
         cls,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: Any,
         stream: StreamLike | None,
         at: DeviceLike | None,
         source: Source,
         contents: Any,
     ) -> DeviceBuffer:
-        _, kind, size = extent(shape, dtype)
+        extents, kind, size = extent(shape, dtype)
         memory, owned = take(size, place_of(at, stream), source)
-        made = cls(memory, kind, shape, owned)
+        made = cls(memory, kind, extents, owned)
         try:
             if contents is not None and size:
                 if isinstance(contents, int):
