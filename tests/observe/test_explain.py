@@ -11,7 +11,8 @@ import pytest
 import remap
 from remap.cli import run as command
 from remap.errors import InvalidValueError
-from remap.observe.mistakes import MISTAKES, Mistake, find
+from remap.observe.mistake import Mistake
+from remap.observe.mistakes import MISTAKES, find
 
 
 def public_errors() -> set[str]:

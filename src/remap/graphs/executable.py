@@ -43,7 +43,6 @@ class Executable(Resource):
                 self._handle: int = self._driver.graph_instantiate(graph._handle, auto_free)
             except NotSupportedError as error:
                 raise error.explain(f"an executable of {graph.describe()}") from None
-        self._call = self._driver.graph_launch
         self._asked = f"launch of {self.kind} {self.serial} on {self.device}"
         self._take(graph)
         self._opened()
@@ -103,10 +102,10 @@ class Executable(Resource):
                         span._arriving.join(queue)
             context = device._context
             if context and driver.current_context() == context:
-                self._call(self._handle, queue.handle)
+                driver.graph_launch(self._handle, queue.handle)
             else:
                 with device.current():
-                    self._call(self._handle, queue.handle)
+                    driver.graph_launch(self._handle, queue.handle)
             queued = queue
         finally:
             self._end(spans, queued)

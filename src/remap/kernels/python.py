@@ -25,6 +25,7 @@ from remap.kernels.loaded import Loaded
 from remap.kernels.reading import Source
 from remap.kernels.statements import type_kernel
 from remap.kernels.variant import Variant
+from remap.lifetime import watchers
 from remap.locations import Device
 from remap.locations import device as find_device
 from remap.sizes import Size
@@ -78,7 +79,8 @@ class PythonKernel:
         not belong to one thread; `AccessError`, `PausedError`, `InUseError`, `ClosedError` for memory that may not be
         used now. The host driver reports races and the like as `KernelError` at the next wait. Source: cuLaunchKernel.
         """
-        again = self._again.get((id(stream), *map(id, self._arrays_of(arguments))))
+        # A launch that is kept holds the driver's call itself, which a trace would not see: under one, none is used.
+        again = None if watchers else self._again.get((id(stream), *map(id, self._arrays_of(arguments))))
         if again is not None and again.shape == (grid, block, shared, allow_overlap) and again.go(arguments):
             return
         variants = self._variants.get(tuple(map(key_of, arguments)))
@@ -101,7 +103,7 @@ class PythonKernel:
         try:
             loaded.kernel._launch(function, config, queue, packed, touches)
             known = stream is None or isinstance(stream, Stream)
-            if known and not variant.looks_outside and not queue.transient:
+            if known and not watchers and not variant.looks_outside and not queue.transient:
                 shape = (grid, block, shared, allow_overlap)
                 make = partial(Again, loaded, shape, config, queue, packed, function, touches)
                 kept = self._keep(variant, arguments, stream, loaded, make)  # type: ignore[arg-type]
