@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from remap.kernels import unchecked as unchecked
     from remap.kernels import warp_index as warp_index
     from remap.kernels.compile import compile as compile
+    from remap.lifetime import collect as collect
     from remap.locations import Device as Device
     from remap.locations import device as device
     from remap.locations import devices as devices
@@ -181,6 +182,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "RemapWarning",
         "ShareError",
     ),
+    "lifetime": ("collect",),
     "drivers": ("use",),
     "locations": ("Device", "device", "devices"),
     "streams": ("Event", "Stream", "default_stream"),
@@ -262,7 +264,6 @@ _ROOMS: dict[str, tuple[str, ...]] = {
 }
 _NAMES = {name: (module, name) for module, names in _ROOMS.items() for name in names}
 _NAMES["driver"] = ("drivers", "current")
-_NAMES["collect"] = ("lifetime", "collect")
 
 # Modules that go by a short name. They are not in `__all__`, as what they need may not be installed.
 _MODULES = {"torch": "integrations.torch"}
