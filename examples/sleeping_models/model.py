@@ -63,8 +63,10 @@ class Block(nn.Module):
         new = torch.stack((key, value.view(count, shape.kv_heads, shape.head)), dim=1)
         cache.index_copy_(0, rows.gather(1, place[:, None]).squeeze(1), new)
         known = cache.index_select(0, rows.flatten()).view(count, -1, 2, shape.kv_heads, shape.head)
-        keys, values = known[:, :, 0].transpose(1, 2), known[:, :, 1].transpose(1, 2)
         seen = torch.arange(rows.shape[1], device=x.device)[None] <= place[:, None]
+        # Rows that were never written are undefined, and nothing times a NaN is a NaN.
+        known = known.where(seen[:, :, None, None, None], 0)
+        keys, values = known[:, :, 0].transpose(1, 2), known[:, :, 1].transpose(1, 2)
         mixed = functional.scaled_dot_product_attention(
             query[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
         )

@@ -34,9 +34,14 @@ def torch() -> Any:
 
 @pytest.fixture
 def machine(torch: Any) -> Iterator[Any]:
-    """`remap.torch` on a driver of its own: 96 MiB on each of two coherent devices, or CUDA."""
+    """`remap.torch` on a driver of its own: 128 MiB on each of two coherent devices, or CUDA."""
     if os.environ["REMAP_DRIVER"] == "host":
-        remap.use("host", devices=2, memory=96 * MiB, coherent=True, integrated=False)
+        remap.use("host", devices=2, memory=128 * MiB, coherent=True, integrated=False)
+    else:  # kernels are loaded, which takes memory, before a test looks how much is free
+        warm = torch.ones(1 << 20, device="cuda")
+        (warm.normal_().fill_(1) * 2).sum().item()
+        torch.equal(warm, warm.clone())
+        del warm
     yield remap.torch
     gc.collect()
     remap.collect()
@@ -44,11 +49,7 @@ def machine(torch: Any) -> Iterator[Any]:
         assert tag == pool.tag
         pool.trim()
     remap.host_pool().trim()
+    if os.environ["REMAP_DRIVER"] == "cuda":
+        torch.cuda.empty_cache()
     if os.environ["REMAP_DRIVER"] == "host":
         remap.use("host")  # refused while anything lives, so that a test that leaves something behind fails
-
-
-@pytest.fixture
-def place(torch: Any) -> Any:
-    """The torch device on which tensors of the present driver lie."""
-    return torch.device("cuda", 0) if os.environ["REMAP_DRIVER"] == "cuda" else torch.device("cpu")

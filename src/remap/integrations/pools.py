@@ -16,7 +16,7 @@ from remap.integrations import routing
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.layout import MOST_ACCESSING
 from remap.integrations.memory import Asked, Memory, PoolMemory, memory
-from remap.integrations.tensors import Bytes, Tensor, shaped, size_of, tensor_at, torch
+from remap.integrations.tensors import Bytes, Tensor, device_number, shaped, size_of, tensor_at, torch
 from remap.locations import DeviceLike, device, parse_handle_types
 from remap.residency import group
 from remap.types import AllocationProperties, HandleType, Host
@@ -68,11 +68,12 @@ class Pool:
     def trim(self) -> int:
         """Give back memory that holds no tensor; return how many bytes that were.
 
-        On CUDA this is what `torch.cuda.empty_cache` does elsewhere, which passes pools over. Memory of graphs stays.
+        On CUDA it empties torch's other caches, too. Memory of graphs stays.
         """
         self._memory.reap()
         before = sum(one.size for one in self._memory.adopt(self._pool))
         self._drop_caches()
+        empty_caches()
         self._memory.reap()
         return before - sum(one.size for one in self._memory.adopt(self._pool))
 
@@ -87,10 +88,10 @@ class Pool:
         kind = torch.get_default_dtype() if dtype is None else dtype
         size = size_of(kind, extents)
         if drivers.current().name == "cuda":
-            at = torch.cuda.current_device() if device is None else _index(device)
+            at = torch.cuda.current_device() if device is None else device_number(device)
             with self.entered([at]):
                 return torch.empty(extents, dtype=kind, device=torch.device("cuda", at))
-        at = _index(device)
+        at = device_number(device)
         if not size:
             return torch.empty(extents, dtype=kind)
         self._check_coherent(at)
@@ -110,6 +111,7 @@ class Pool:
                     _inside.pools.pop()
             return
         chosen = routing.initialized_devices() if devices is None else list(devices)
+        routing.warm_up(torch.cuda.current_device())
         with self._visiting(chosen), group(self.tag):
             taken = {at: self._route(at).take() for at in chosen}
             try:
@@ -137,6 +139,7 @@ class Pool:
         with self._visiting([at]):
             mem_pool = self._route(at).for_graphs(pool)
             with (
+                routing.own_workspaces(),
                 lifetime.capturing(),
                 self._memory.capturing(),
                 torch.cuda.graph(graph, pool=mem_pool.id, **options),
@@ -145,7 +148,7 @@ class Pool:
 
     def graph_pool(self, device: DeviceLike | None = None) -> tuple[int, int]:
         """Return a handle for `torch.cuda.graph(pool=…)`, for captures whose memory is to lie in this pool."""
-        at = torch.cuda.current_device() if device is None else _index(device)
+        at = torch.cuda.current_device() if device is None else device_number(device)
         with self._visiting([at]):
             found: tuple[int, int] = self._route(at).for_graphs(self.tag).id
         return found
@@ -257,6 +260,12 @@ class Pool:
         return f"<remap.torch.Pool {self.tag!r}{', asleep' if self.asleep else ''}>"
 
 
+def empty_caches() -> None:
+    """Let torch give back what it caches, in pools that were dropped while tensors were in them, too."""
+    if drivers.current().name == "cuda":
+        torch.cuda.empty_cache()
+
+
 class _Block(Bytes):
     """The bytes of a tensor that remap itself allocated in a pool, for as long as a tensor needs them."""
 
@@ -352,10 +361,3 @@ def _extents(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
     if len(shape) == 1 and not isinstance(shape[0], int):
         return tuple(int(one) for one in shape[0])
     return tuple(int(one) for one in shape)  # type: ignore[arg-type]
-
-
-def _index(one: Any) -> int:
-    if isinstance(one, str) or (type(one).__module__.startswith("torch") and hasattr(one, "index")):
-        index = torch.device(one).index
-        return 0 if index is None else int(index)
-    return device(one).index

@@ -66,10 +66,14 @@ class Route:
 
 
 class _Thread(threading.local):
-    """What the present thread is inside of, outermost first: each the `MemPool` in use by device."""
+    """What the present thread is inside of, outermost first: each the `MemPool` in use by device.
+
+    And the streams, by device and handle, that have a workspace of cuBLAS.
+    """
 
     def __init__(self) -> None:
         self.inside: list[dict[int, Any]] = []
+        self.warm: set[tuple[int, int]] = set()
 
 
 _thread = _Thread()
@@ -111,6 +115,34 @@ def outside() -> Generator[None]:
     with routed(plain):
         yield
     plain.clear()  # what is cached there goes back
+
+
+def warm_up(at: int) -> None:
+    """Let cuBLAS have its workspace for the current stream, outside of any pool.
+
+    It keeps one for each thread and stream, from the first product on. Made inside of a block, that would sleep with
+    the pool, and products that have nothing to do with it would fault.
+    """
+    stream = torch.cuda.current_stream(at).cuda_stream
+    if (at, stream) in _thread.warm or _thread.inside or torch.cuda.is_current_stream_capturing():
+        return
+    with torch.cuda.device(at):
+        for dtype in (torch.float32, torch.bfloat16):
+            one = torch.ones(16, 16, dtype=dtype, device=torch.device("cuda", at))
+            torch.nn.functional.linear(one, one, one[0])
+            torch.mm(one, one)
+    _thread.warm.add((at, stream))
+
+
+@contextmanager
+def own_workspaces() -> Generator[None]:
+    """Let a capture have workspaces of cuBLAS of its own, in its own pool, which nothing else uses after it."""
+    clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 def _end(mem_pools: dict[int, Any]) -> None:

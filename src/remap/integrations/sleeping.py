@@ -13,7 +13,7 @@ from remap.buffers.base import Buffer
 from remap.errors import InUseError, InvalidValueError, ShareError
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.memory import memory
-from remap.integrations.pools import Pool, pools
+from remap.integrations.pools import Pool, empty_caches, pools
 from remap.integrations.tensors import Tensor, device_of, span_of, torch
 from remap.lifetime import undo
 from remap.residency import Moved, Waking, groups, pause, resume
@@ -39,7 +39,7 @@ def sleep(
 ) -> Moved:
     """Put pools to sleep: `remap.torch.sleep({"weights": "host", "kv": None})`, all of them or none.
 
-    First torch gives back what it caches in the pools, so that it cannot hand out memory that is not there; then
+    First torch gives back what it caches, in the pools too, so that it cannot hand out memory that is not there; then
     `remap.pause` copies and unmaps the rest, with every other buffer of a group with that tag (ElasticTensors, say).
     `keep` and the other options are its own. Tensors, pointers and captured graphs stay valid for the time after
     `wake`, and must not be used before. What is deleted meanwhile goes at the next call of this module.
@@ -55,6 +55,7 @@ def sleep(
         found.reap()
         for pool in chosen:
             pool._drop_caches()
+        empty_caches()
         found.reap()
         found.segments(plan)
         moved = pause(plan, after=after, progress=progress, directory=directory, detach=detach)

@@ -12,6 +12,7 @@ from remap import dlpack
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
 from remap.integrations.support import missing
+from remap.locations import device
 
 try:
     torch: Any = importlib.import_module("torch")
@@ -73,3 +74,11 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 def device_of(tensor: Tensor) -> int | None:
     """Return the number of a tensor's CUDA device, None for the CPU, where the host driver's devices are."""
     return tensor.device.index if tensor.device.type == "cuda" else None
+
+
+def device_number(one: Any) -> int:
+    """Return the number of a device: remap's, torch's, a number, or a name such as "cuda:1"."""
+    if isinstance(one, str | torch.device):
+        index = torch.device(one).index
+        return 0 if index is None else int(index)
+    return device(one).index

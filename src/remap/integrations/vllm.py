@@ -15,11 +15,9 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from remap import drivers
 from remap.errors import InvalidValueError, NotSupportedError, not_supported
 from remap.integrations.pools import PoolOptions, pool_of, pools
 from remap.integrations.sleeping import sleep, wake
-from remap.integrations.tensors import torch
 from remap.residency.stores import Keep
 
 FLAG = "REMAP_VLLM"
@@ -86,8 +84,6 @@ class RemapAllocator:
     def _sleep(self, plan: dict[str, Keep]) -> None:
         gc.collect()
         sleep({_name(tag): keep for tag, keep in plan.items() if not pools()[_name(tag)].asleep})
-        if drivers.current().name == "cuda":
-            torch.cuda.empty_cache()
 
 
 _allocator = RemapAllocator()
