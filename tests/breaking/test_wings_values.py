@@ -33,7 +33,8 @@ def test_numbers_of_numpy_move_a_ring() -> None:
         ring.consumed(np.int8(1))
         ring.produced(np.uint8(200))
         assert (ring.head, ring.tail, type(ring.head), type(ring.tail)) == (204, 1, int, int)
-        assert ring.window(np.uint8(2), np.int64(2)).to_host().tobytes() == b"cd"
+        numbers: list[Any] = [np.uint8(2), np.int64(2)]
+        assert ring.window(*numbers).to_host().tobytes() == b"cd"
 
 
 def test_a_closed_ring_moves_no_cursor() -> None:

@@ -33,6 +33,9 @@ FDS_PER_PACKET = 250
 MOST_FDS = 4096
 """How many descriptors may belong to one message."""
 
+LONGEST_LIMIT = 1e6
+"""The longest time limit in seconds, eleven days: the system calls that wait take no longer ones, nor infinity."""
+
 _COUNT = struct.Struct("!I")
 _INT = array.array("i").itemsize
 _CREDENTIALS = struct.Struct("3i")
@@ -273,3 +276,10 @@ def join_packet(fds: Fds, more: Fds, count: int) -> None:
             f"a packet with {found} descriptors", rule=f"{count - len(fds)} more belong to this message"
         )
     fds.take(more)
+
+
+def deadline_in(seconds: float) -> float:
+    """Return when a time limit ends, as a time of `time.monotonic`; raises `InvalidValueError` for NaN."""
+    if seconds != seconds:
+        raise InvalidValueError(f"a time limit of {seconds} s", rule="it is a number of seconds")
+    return time.monotonic() + min(seconds, LONGEST_LIMIT)

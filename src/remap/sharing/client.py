@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from remap.buffers.base import allocate
 from remap.errors import ClosedError, ForkedError, InUseError, RemapError, RemapWarning, ShareError
 from remap.lifetime import epoch
 from remap.locations import LocationLike
-from remap.sharing.channel import Channel, Fds
+from remap.sharing.channel import Channel, Fds, deadline_in
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.export import export
 from remap.sharing.exported import PATIENCE
@@ -87,7 +88,7 @@ class BrokerClient:
         self._leases: set[_Lease] = set()
         self._epoch = epoch()
         self._closed = False
-        self._channel: Channel | None = self._connect(time.monotonic() + timeout)
+        self._channel: Channel | None = self._connect(deadline_in(timeout))
 
     # -- buffers --
 
@@ -157,7 +158,7 @@ class BrokerClient:
         """
         check_name(name)
         right = Access.parse(access)
-        deadline = time.monotonic() + wait
+        deadline = deadline_in(wait)
         while True:
             try:
                 answer, fds = self._request({"op": "open", "name": name, "access": str(right)})
@@ -194,12 +195,14 @@ class BrokerClient:
         """
         right = str(Access.parse(access))
         fields: dict[str, Any] = {"op": "wait", "name": check_name(name), "access": right}
-        deadline = time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         self._check()
         # On a connection of its own, so that other threads need not wait for this one.
-        with self._connect(time.monotonic() + self.timeout) as channel:
+        with self._connect(deadline_in(self.timeout)) as channel:
             fields["timeout"] = min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT)
-            answer, fds = _exchange(channel, encode(fields), (), deadline + self.timeout)
+            answer, fds = _exchange(
+                channel, encode(fields), (), min(deadline + self.timeout, deadline_in(math.inf))
+            )
             fds.close()
             answer.raise_error()
 
@@ -281,7 +284,7 @@ class BrokerClient:
         """
         self._check()
         with self._lock:
-            deadline = time.monotonic() + self.timeout
+            deadline = deadline_in(self.timeout)
             message = encode(fields, blob)
             while True:
                 try:
@@ -369,7 +372,7 @@ class BrokerClient:
                 return
             try:
                 message = encode({"op": "release", "lease": lease.number})
-                _, fds = _exchange(channel, message, (), time.monotonic() + self.timeout)
+                _, fds = _exchange(channel, message, (), deadline_in(self.timeout))
                 fds.close()
             except (OSError, EOFError, ShareError):
                 channel.close()  # which ends all leases of this connection; the next request claims the others again

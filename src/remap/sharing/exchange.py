@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from remap.errors import InvalidValueError, RemapError, ShareError
+from remap.sharing.channel import deadline_in
 from remap.sharing.sockets import private_directory
 
 TIMEOUT = 30.0
@@ -69,7 +70,7 @@ class _Gathering(ABC):
     """An exchange made of one step: gather bytes from all. A subclass gives `_gather` and `_part`."""
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
-        if timeout <= 0:
+        if not timeout > 0:  # NaN, too
             raise InvalidValueError(f"a time limit of {timeout} s", rule="it must be more than 0")
         self.rank = rank
         self.size = size
@@ -91,7 +92,7 @@ class _Gathering(ABC):
         if self._broken:
             raise self._error("a step of a broken exchange", self._broken)
         try:
-            return self._gather(bytes(data), time.monotonic() + limit)
+            return self._gather(bytes(data), deadline_in(limit))
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
             self._break()

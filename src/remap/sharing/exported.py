@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NoReturn, Self, cast
 
 from remap.errors import ClosedError, DescriptorError, ForkedError, ShareError
 from remap.lifetime import epoch
-from remap.sharing.channel import Fds
+from remap.sharing.channel import Fds, deadline_in
 from remap.sharing.descriptor import FABRIC_BYTES, Descriptor
 from remap.sharing.leases import LIMIT, TOKEN_BYTES, Lease, lease_path, lend
 from remap.sharing.sockets import connect
@@ -137,7 +136,7 @@ def receive(data: bytes, *, timeout: float = PATIENCE) -> Exported:
     descriptor = Descriptor.from_bytes(rest)
     if descriptor.kind is not HandleType.POSIX_FD:
         raise DescriptorError("a ticket for shared memory", rule="fabric handles are not fetched")
-    fds = _fetch(Path(os.fsdecode(path)), token, len(descriptor.chunks), time.monotonic() + timeout)
+    fds = _fetch(Path(os.fsdecode(path)), token, len(descriptor.chunks), deadline_in(timeout))
     return Exported(descriptor, handles=fds)
 
 

@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from remap.errors import InvalidValueError, ShareError
-from remap.sharing.channel import Channel, Fds, parse_first
+from remap.sharing.channel import LONGEST_LIMIT, Channel, Fds, parse_first
 from remap.sharing.sockets import Listener, private_directory, remove_stale
 
 LIMIT = 60.0
@@ -218,11 +218,11 @@ def lease_path() -> Path:
 def lend(fds: Fds, *, receipts: int, limit: float) -> Lease:
     """Take ownership of descriptors and return the lease by which others can fetch them."""
     try:
-        if receipts < 1 or limit <= 0:
+        if receipts < 1 or not limit > 0:  # NaN, too
             raise InvalidValueError(
                 f"{receipts} receipts within {limit} s", rule="at least one receipt, and more than no time"
             )
-        lease = Lease(fds, receipts, limit)
+        lease = Lease(fds, receipts, min(limit, LONGEST_LIMIT))
         _serving().add(lease)
     except BaseException:
         fds.close()

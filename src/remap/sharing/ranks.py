@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from remap.errors import ShareError
+from remap.sharing.channel import deadline_in
 from remap.sharing.exchange import LARGEST, TIMEOUT, Exchange, _Gathering, _largest, _Star
 
 
@@ -31,7 +32,7 @@ class MpiExchange(_Star):
         duplicate: Any
         duplicate, request = parent.Idup()
         self._communicator = duplicate
-        self._complete(request, time.monotonic() + timeout)
+        self._complete(request, deadline_in(timeout))
 
     def _part(self, groups: list[list[int]]) -> Exchange:
         # Not Comm.Split, which waits without a limit.
