@@ -235,19 +235,24 @@ class Range(Resource):
         The addresses stay, so that device arrays of other libraries may, too; only closing refuses those. Arrays
         through which the CPU looks are refused if it would be `blind` then.
         """
-        with self._driver.lock:
-            self._check()
-            self._check_free(doing, self._views if blind else None)
-            self._taken = doing
-        if watchers:
-            tell("begin", self, doing)
-        _log.debug("%s %d is being %s", self.kind, self.serial, doing)
+        begun = False
         try:
-            yield
-        finally:
-            if watchers:
-                tell("end", self, doing)
             with self._driver.lock:
+                self._check()
+                self._check_free(doing, self._views if blind else None)
+                # Set inside the block, and reset without a call: an interrupt comes where a call returns, leaving a lock
+                # included, and what is taken for ever could not even be closed.
+                self._taken, begun = doing, True
+            if watchers:
+                tell("begin", self, doing)
+            _log.debug("%s %d is being %s", self.kind, self.serial, doing)
+            try:
+                yield
+            finally:
+                if watchers:
+                    tell("end", self, doing)
+        finally:
+            if begun:
                 self._taken = ""
 
     def _check_free(self, doing: str, views: set[int] | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import remap
-from remap import MiB, drivers
+from remap import MiB, drivers, lifetime
 from remap.drivers.wrappers import Faulty, Recording
 from remap.errors import CudaResult
 from remap.testing.bench import wait_until
@@ -35,6 +37,36 @@ class Interrupting(Faulty):
             return result
 
         return made
+
+
+class _Lock:
+    """The lock of a driver, which raises an interrupt when it has been left for the `left`-th time."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.left = 0
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inner.__exit__(*raised)
+        self.left -= 1
+        if self.left == 0 and raised[0] is None:
+            raise Interrupted
+
+
+class Unlocking(Faulty):
+    """A driver whose lock can be interrupted as it is left."""
+
+    def __init__(self, inner: Any) -> None:
+        self._lock = _Lock(inner.lock)
+        super().__init__(inner)
+
+    @property
+    def lock(self) -> Any:
+        """The lock."""
+        return self._lock
 
 
 @pytest.fixture
@@ -128,5 +160,48 @@ def test_staging_memory_stays_until_its_copies_are_done() -> None:
             assert not buffer.paused
             assert np.array_equal(buffer.to_host(), contents())
         assert wait_until(lambda: remap.host_pool().statistics().used == 0)
+    finally:
+        drivers.close()
+
+
+@pytest.mark.parametrize("act", ["pause", "migrate", "resize", "fork"])
+@pytest.mark.parametrize("make", ["buffer", "elastic"])
+def test_an_interrupt_as_a_lock_is_left_blocks_nobody(make: str, act: str) -> None:
+    """Wherever an interrupt meets an operation, it does not stay "under way": the buffer can be used, and closed."""
+    if make == "buffer" and act in ("resize", "fork"):
+        pytest.skip("only elastic buffers do that")
+    driver = Unlocking(drivers.open())
+    remap.use(driver)
+    try:
+        for left in range(1, 60):
+            buffer: Any = remap.ElasticBuffer(2 * SIZE) if make == "elastic" else remap.allocate(SIZE)
+            if make == "elastic":
+                buffer.resize(SIZE)
+            buffer.copy_from_host(contents())
+            acts: dict[str, Callable[[], Any]] = {
+                "pause": lambda one=buffer: remap.pause(one),
+                "migrate": lambda one=buffer: remap.migrate(one, remap.Host()),
+                "resize": lambda one=buffer: one.resize(SIZE // 2),
+                "fork": lambda one=buffer: one.fork().close(),
+            }
+            driver.lock.left = left
+            try:
+                acts[act]()
+                done = driver.lock.left > 0
+            except Interrupted:
+                done = False
+            driver.lock.left = 0
+            assert not buffer._taken
+            assert not getattr(buffer, "_changing", "")
+            remap.resume(buffer)
+            buffer.close()
+            if done:
+                break
+        else:
+            pytest.fail("the operation has no end")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # a fork that nobody got
+            gc.collect()
+            lifetime.collect()
     finally:
         drivers.close()

@@ -24,73 +24,81 @@ class ChangingBuffer(Buffer):
     _changing: str = ""
     _shares: dict[int, Share]
 
+    # An interrupt comes where a call returns, leaving a lock included. So what is set is set inside the block that resets
+    # it, and reset without a call: a buffer that is "being paused" for ever could not even be closed.
+
     @contextmanager
     def _change(self, doing: str) -> Generator[None]:
         """Exclude other changes for a block; `doing` is a past participle. Uses go on."""
-        with self._driver.lock:
-            self._check()
-            if self._changing or self._taken:
-                raise InUseError(
-                    f"{self.kind} {self.serial} to be {doing}",
-                    rule=f"it is being {self._changing or self._taken} by another thread",
-                    next_step="Let that end first",
-                )
-            self._check_backed("a change")
-            self._changing = doing
-        if watchers:
-            tell("begin", self, doing)
+        begun = False
         try:
-            yield
-        finally:
-            if watchers:
-                tell("end", self, doing)
             with self._driver.lock:
+                self._check()
+                if self._changing or self._taken:
+                    raise InUseError(
+                        f"{self.kind} {self.serial} to be {doing}",
+                        rule=f"it is being {self._changing or self._taken} by another thread",
+                        next_step="Let that end first",
+                    )
+                self._check_backed("a change")
+                self._changing, begun = doing, True
+            if watchers:
+                tell("begin", self, doing)
+            try:
+                yield
+            finally:
+                if watchers:
+                    tell("end", self, doing)
+        finally:
+            if begun:
                 self._changing = ""
 
     @contextmanager
     def _taking(self, doing: str, blind: bool = True) -> Generator[None]:
         """Exclude changes and uses for a block of another room that takes the memory away, or gives it back."""
-        with self._driver.lock:
-            self._check()
-            self._check_unchanging(doing)
-            if self._shares:
-                raise InUseError(
-                    f"{self.describe()} to be {doing}",
-                    rule=f"{len(self._shares)} of its chunks are shared with forks, which would keep the memory",
-                    next_step="Call make_private() first, or close the forks",
-                )
-            self._changing = doing
+        begun = False
         try:
+            with self._driver.lock:
+                self._check()
+                self._check_unchanging(doing)
+                if self._shares:
+                    raise InUseError(
+                        f"{self.describe()} to be {doing}",
+                        rule=f"{len(self._shares)} of its chunks are shared with forks, which would keep the memory",
+                        next_step="Call make_private() first, or close the forks",
+                    )
+                self._changing, begun = doing, True
             with super()._taking(doing, blind):
                 yield
         finally:
-            with self._driver.lock:
+            if begun:
                 self._changing = ""
 
     @contextmanager
     def _excluding(self, doing: str, *, detach: bool = False) -> Generator[None]:
         """Exclude uses, and arrays of other libraries, for a part of a change that takes memory or rights away."""
         asked = f"{self.kind} {self.serial} to be {doing}"
-        with self._driver.lock:
-            self._check()
-            self._check_free(doing, self._exports)
-            if self._arriving is not None:
-                raise InUseError(
-                    asked,
-                    rule="its contents are still arriving",
-                    next_step="Close what remap.resume returned",
-                )
-            if self._shared and not detach:
-                raise InUseError(
-                    asked,
-                    rule="other processes hold its memory, and would go on using it",
-                    next_step="Pass detach=True if they may",
-                )
-            self._taken = doing
+        begun = False
         try:
+            with self._driver.lock:
+                self._check()
+                self._check_free(doing, self._exports)
+                if self._arriving is not None:
+                    raise InUseError(
+                        asked,
+                        rule="its contents are still arriving",
+                        next_step="Close what remap.resume returned",
+                    )
+                if self._shared and not detach:
+                    raise InUseError(
+                        asked,
+                        rule="other processes hold its memory, and would go on using it",
+                        next_step="Pass detach=True if they may",
+                    )
+                self._taken, begun = doing, True
             yield
         finally:
-            with self._driver.lock:
+            if begun:
                 self._taken = ""
 
     def _check_unchanging(self, doing: str) -> None:
