@@ -240,8 +240,8 @@ class Range(Resource):
             with self._driver.lock:
                 self._check()
                 self._check_free(doing, self._views if blind else None)
-                # Set inside the block, and reset without a call: an interrupt comes where a call returns, leaving a lock
-                # included, and what is taken for ever could not even be closed.
+                # Set inside the block, and reset without a call: an interrupt comes where a call returns, leaving a
+                # lock included, and what is taken for ever could not even be closed.
                 self._taken, begun = doing, True
             if watchers:
                 tell("begin", self, doing)

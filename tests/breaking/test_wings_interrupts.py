@@ -49,7 +49,7 @@ class _Lock:
     def __enter__(self) -> None:
         self._inner.__enter__()
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._inner.__exit__(*raised)
         self.left -= 1
         if self.left == 0 and raised[0] is None:
@@ -178,15 +178,9 @@ def test_an_interrupt_as_a_lock_is_left_blocks_nobody(make: str, act: str) -> No
             if make == "elastic":
                 buffer.resize(SIZE)
             buffer.copy_from_host(contents())
-            acts: dict[str, Callable[[], Any]] = {
-                "pause": lambda one=buffer: remap.pause(one),
-                "migrate": lambda one=buffer: remap.migrate(one, remap.Host()),
-                "resize": lambda one=buffer: one.resize(SIZE // 2),
-                "fork": lambda one=buffer: one.fork().close(),
-            }
             driver.lock.left = left
             try:
-                acts[act]()
+                _act(buffer, act)
                 done = driver.lock.left > 0
             except Interrupted:
                 done = False
@@ -205,3 +199,14 @@ def test_an_interrupt_as_a_lock_is_left_blocks_nobody(make: str, act: str) -> No
             lifetime.collect()
     finally:
         drivers.close()
+
+
+def _act(buffer: Any, act: str) -> None:
+    if act == "pause":
+        remap.pause(buffer)
+    elif act == "migrate":
+        remap.migrate(buffer, remap.Host())
+    elif act == "resize":
+        buffer.resize(SIZE // 2)
+    else:
+        buffer.fork().close()

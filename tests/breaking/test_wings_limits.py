@@ -70,5 +70,5 @@ def test_ranks_wait_for_a_number_of_seconds(wrong: float) -> None:
 @pytest.mark.parametrize("limit", [*LONG, math.nan])
 def test_no_broker_is_no_broker_whatever_the_limit(limit: float, tmp_path: Path) -> None:
     """Connecting with a broker that is not there says so, or that the limit is none: no error of the socket's."""
-    with pytest.raises(remap.RemapError, match="there is none|time limit"):
+    with pytest.raises(remap.RemapError, match=r"there is none|time limit"):
         remap.connect(tmp_path / "none", timeout=limit)

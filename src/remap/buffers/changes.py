@@ -24,8 +24,8 @@ class ChangingBuffer(Buffer):
     _changing: str = ""
     _shares: dict[int, Share]
 
-    # An interrupt comes where a call returns, leaving a lock included. So what is set is set inside the block that resets
-    # it, and reset without a call: a buffer that is "being paused" for ever could not even be closed.
+    # An interrupt comes where a call returns, leaving a lock included. So what is set is set inside the block that
+    # resets it, and reset without a call: a buffer that is "being paused" for ever could not even be closed.
 
     @contextmanager
     def _change(self, doing: str) -> Generator[None]:

@@ -12,6 +12,7 @@ vouches for and both ends check.
 from __future__ import annotations
 
 import array
+import math
 import os
 import select
 import socket
@@ -280,6 +281,6 @@ def join_packet(fds: Fds, more: Fds, count: int) -> None:
 
 def deadline_in(seconds: float) -> float:
     """Return when a time limit ends, as a time of `time.monotonic`; raises `InvalidValueError` for NaN."""
-    if seconds != seconds:
+    if math.isnan(seconds):
         raise InvalidValueError(f"a time limit of {seconds} s", rule="it is a number of seconds")
     return time.monotonic() + min(seconds, LONGEST_LIMIT)
