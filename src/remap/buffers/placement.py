@@ -58,10 +58,7 @@ def place(
 
 
 def _hashable(part: Any) -> Any:
-    if isinstance(part, Iterable) and not isinstance(part, str):
-        items: Iterable[Any] = part
-        return tuple(items)
-    return part
+    return part if isinstance(part, str) or not hasattr(part, "__iter__") else tuple(part)
 
 
 def _place(
