@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+import numpy as np
 import pytest
 
 import remap
@@ -12,7 +13,7 @@ from remap.residency.arenas import SLAB
 from remap.residency.hostpool import HostPool
 from remap.testing.stage import Stage
 
-from .support import SIZE, filled, holds, settled
+from .support import SIZE, contents, filled, holds, settled
 
 pytest_plugins = ("remap.testing.stage",)
 
@@ -132,3 +133,24 @@ def test_a_pool_goes_with_its_driver(stage: Stage) -> None:
         assert remap.host_pool().statistics().held == 0
     finally:
         remap.use(stage.recording)
+
+
+def test_memory_that_cannot_be_unlocked_stays(stage: Stage) -> None:
+    """Host memory whose unlocking failed keeps its pages, which the device may still write to, and serves again."""
+    pool = remap.host_pool()
+    with filled(SIZE) as buffers:
+        remap.pause(buffers)
+        address = buffers[0]._backup.extent.address  # type: ignore[union-attr]
+        stage.faulty.fail("unregister_pinned")
+        remap.resume(buffers)
+        pool.wait()
+        stage.faulty.heal()
+        assert any("could not be unlocked" in note for note in pool.statistics().notes)
+        marked = stage.mark()
+        remap.pause(buffers)
+        assert buffers[0]._backup.extent.address == address  # type: ignore[union-attr]
+        assert "register_pinned" not in stage.names_since(marked), "it is still locked"
+        assert np.array_equal(remap.backup(buffers[0]), contents(0))
+        remap.resume(buffers)
+        assert holds(buffers)
+    pool.wait()

@@ -208,7 +208,10 @@ class HostPool:
             self._held += SLAB
             before = slab.job
             if before is not None and slab.leaving and before.cancel():
-                slab.leaving, slab.job = False, None  # it had not gone yet
+                slab.leaving, slab.job = (
+                    False,
+                    slab.filling,
+                )  # it had not gone yet, and may still be on its way
                 self._leaving -= SLAB
                 continue
             jobs.append((slab, partial(self._fill, arena, slab, before)))
@@ -228,6 +231,7 @@ class HostPool:
             slab.held, slab.leaving = False, True
             self._held -= SLAB
             self._leaving += SLAB
+            slab.filling = slab.job
             jobs.append((slab, partial(self._drop, slab, slab.job)))
         _start(jobs, 1)
 
@@ -245,7 +249,7 @@ class HostPool:
                 self._held -= SLAB
             asked = f"{format_size(SLAB)} of host memory for a backup"
             raise driver_error("madvise", CudaResult.OUT_OF_MEMORY, asked=asked, rule=str(error)) from error
-        if isinstance(self._driver, SupportsPinned):
+        if isinstance(self._driver, SupportsPinned) and not slab.pinned:
             try:
                 with arena.device.current():
                     self._driver.register_pinned(slab.address, SLAB)
@@ -256,18 +260,18 @@ class HostPool:
     def _drop(self, slab: Slab, before: Job | None) -> None:
         if before is not None:
             _settled(before)
-        try:
-            if slab.pinned and isinstance(self._driver, SupportsPinned):
-                slab.pinned = False
+        if slab.pinned and isinstance(self._driver, SupportsPinned):
+            try:
                 with slab.device.current():
                     self._driver.unregister_pinned(slab.address)
-        except RemapError as error:
-            self._notes[f"host memory could not be unlocked: {error}"] = None
-        finally:
+                slab.pinned = False
+            except RemapError as error:
+                self._notes[f"host memory could not be unlocked, and stays: {error}"] = None
+        if not slab.pinned:  # else the device goes on writing to these very pages, whatever comes to be here
             pages.discard(slab.address, SLAB)
-            with self._lock:
-                slab.leaving = False
-                self._leaving -= SLAB
+        with self._lock:
+            slab.leaving = False
+            self._leaving -= SLAB
 
 
 class _Pools:
