@@ -59,7 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status; no error that a user can cause leaves it as a traceback."""
     try:
         status = cli.main(list(arguments), prog_name="remap", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] (it was closed: >&-)
+            sys.stdout.flush()
     except click.UsageError as error:
         error.show()
         return MISUSE

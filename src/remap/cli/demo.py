@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 
 from remap.drivers import NAMES
@@ -174,11 +176,14 @@ def pause(
     """
     from remap.cli.pause import Request, run
 
+    number = _size(size, "--size")
+    if not number:
+        raise click.BadParameter("a buffer has a byte at least.", param_hint="'--size'")
     request = Request(
         driver=driver,
         device=device,
         buffers=buffers,
-        size=_size(size, "--size"),
+        size=number,
         keep=keep,
         directory=directory,
         cycles=cycles,
@@ -230,6 +235,8 @@ def graph_memory(
     """
     if plot is not None and not plot.lower().endswith((".png", ".svg")):
         raise click.BadParameter("a picture is FILE.png or FILE.svg.", param_hint="'--plot'")
+    if spin is not None and math.isnan(spin):
+        raise click.BadParameter("it is a number of milliseconds.", param_hint="'--spin'")
     from remap.cli.graph_memory import Request, run
 
     request = Request(

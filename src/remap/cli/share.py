@@ -66,6 +66,9 @@ def _share(where: remap.Device, report: Report) -> bool:
             buffer.copy_from_host(second)  # it has happened when the call returns, and the message follows it
             ours.send("changed")
             seen = _answer(ours)
+        except BaseException:
+            child.kill()  # it waits for what will not come
+            raise
         finally:
             child.join(_LIMIT)
             child.kill()
