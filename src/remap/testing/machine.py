@@ -233,10 +233,16 @@ class Walk:
         if not all(piece.allocation.location.is_device for piece in pieces):
             # CUDA lets the CPU copy host-located memory in place of a device without the right (seen on H200); the
             # rule book lays nothing down for that.
-            return self.model.usable(address, size, writes=True)
+            return self.model.usable(address, size, writes=True) and not self._cpu_only_reads(address, size)
         if self.to_the_end or self.model.usable(address, size, writes=writes):
             return True
         return not self.model.usable(address, 1, writes=writes)
+
+
+    def _cpu_only_reads(self, address: int, size: int) -> bool:
+        """Tell whether the CPU, which makes CUDA's copies there, has less right to a range than the device."""
+        touched = [one for one in self.model.mappings if one.address < address + size and address < one.end]
+        return any(one.rights.get(Host(), NONE) is READ for one in touched)
 
 
 STEPS = (
