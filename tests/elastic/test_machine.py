@@ -57,8 +57,8 @@ class Twin:
         return bool(self.committed[start:stop].all()) and stop <= self.end
 
     def writable(self, start: int, stop: int) -> bool:
-        """Tell whether a part may be written."""
-        return not any(one < stop and start < other for one, other in self.buffer.shared)
+        """Tell whether a part may be written; a part of no bytes always may."""
+        return start >= stop or not any(one < stop and start < other for one, other in self.buffer.shared)
 
     @property
     def end(self) -> int:
