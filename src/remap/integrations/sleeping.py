@@ -112,7 +112,6 @@ def wake(
             woken = resume(buffers, events=False, **options)
         for pool in chosen:
             pool._asleep = False
-        found.reap()
     return woken
 
 

@@ -117,7 +117,7 @@ def _copied(fill: Callable[[int], Any]) -> list[Record]:
     # Room for every record there can be, since more may come before the table is locked; pages come when written.
     out = np.zeros((layout.SLOTS, layout.RECORD), np.int64)
     count = int(fill(out.ctypes.data))
-    return [Record(*(int(word) for word in row)) for row in out[:count]]
+    return [Record(*row) for row in out[:count].tolist()]
 
 
 _NOTHING = Options(b"", b"", 0, 0, 1)
