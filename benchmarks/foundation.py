@@ -7,6 +7,7 @@ Run with `PYTHONPATH=src:. python benchmarks/foundation.py`. Expected before the
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,9 @@ class RawMemory:
             check(cu.cuMemMap(at, size, 0, handle, 0))
             check(cu.cuMemRelease(handle))
             at += size
-        check(cu.cuMemSetAccess(self.address, self.size, [raw_access(one) for one in accessing], len(accessing)))
+        check(
+            cu.cuMemSetAccess(self.address, self.size, [raw_access(one) for one in accessing], len(accessing))
+        )
 
     def close(self) -> None:
         """Unmap and free."""
@@ -74,9 +77,12 @@ def allocation_cost() -> dict[str, Any]:
         check(cu.cuMemUnmap(address, size))
         check(cu.cuMemAddressFree(address, size))
 
+    def allocate_and_close(size: int) -> None:
+        remap.allocate(size).close()
+
     figures: dict[str, Any] = {}
     for size in (2 * MiB, 64 * MiB):
-        times = interleaved_us({"raw": lambda: raw(size), "remap": lambda: remap.allocate(size).close()}, 1000)
+        times = interleaved_us({"raw": partial(raw, size), "remap": partial(allocate_and_close, size)}, 1000)
         times["ratio"] = times["remap"] / times["raw"]
         figures[f"{size // MiB} MiB, µs"] = times
     return figures
@@ -149,7 +155,9 @@ def vector_add() -> dict[str, Any]:
         name: value / plain for name, value in figures.items() if "chunk" in name and name.endswith("GB/s")
     }
     if two:
-        figures["ratio to raw, two devices"] = figures["resident 0 and 1, GB/s"] / figures["raw, resident 0 and 1, GB/s"]
+        figures["ratio to raw, two devices"] = (
+            figures["resident 0 and 1, GB/s"] / figures["raw, resident 0 and 1, GB/s"]
+        )
     return figures
 
 

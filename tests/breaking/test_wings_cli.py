@@ -1,4 +1,4 @@
-"""The commands with options, terminals and streams that nobody thought of: one line and an exit status, no traceback."""
+"""The commands with options, terminals and streams that nobody thought of: a line and an exit status, no traceback."""
 
 from __future__ import annotations
 

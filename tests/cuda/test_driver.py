@@ -153,7 +153,9 @@ def outcome(driver: Any, asked: AllocationProperties) -> str:
     found = driver.properties_of(handle)
     driver.release(handle)
     # Host memory reads back as that of the node the driver took (seen on H200).
-    place_kept = found.location == asked.location or (asked.location == Host() and not found.location.is_device)
+    place_kept = found.location == asked.location or (
+        asked.location == Host() and not found.location.is_device
+    )
     return "works" if place_kept and found.handle_types == asked.handle_types else f"{found}"
 
 

@@ -140,7 +140,7 @@ def test_memory_that_cannot_be_unlocked_stays(stage: Stage) -> None:
     pool = remap.host_pool()
     with filled(SIZE) as buffers:
         remap.pause(buffers)
-        address = buffers[0]._backup.extent.address  # type: ignore[union-attr]
+        address = buffers[0]._backup.extent.address
         stage.faulty.fail("unregister_pinned")
         remap.resume(buffers)
         pool.wait()
@@ -148,7 +148,7 @@ def test_memory_that_cannot_be_unlocked_stays(stage: Stage) -> None:
         assert any("could not be unlocked" in note for note in pool.statistics().notes)
         marked = stage.mark()
         remap.pause(buffers)
-        assert buffers[0]._backup.extent.address == address  # type: ignore[union-attr]
+        assert buffers[0]._backup.extent.address == address
         assert "register_pinned" not in stage.names_since(marked), "it is still locked"
         assert np.array_equal(remap.backup(buffers[0]), contents(0))
         remap.resume(buffers)

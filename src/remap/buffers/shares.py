@@ -175,7 +175,9 @@ def _put(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int])
             old.append(driver.retain(chunk.address))  # noqa: PERF401 (it may fail half-way)
         with Rollback() as rollback:
             for chunk, handle, before in zip(chunks, handles, old, strict=True):
-                rollback.undo(_map_back, buffer, chunk, before)  # first: an interrupt comes as the call returns
+                rollback.undo(
+                    _map_back, buffer, chunk, before
+                )  # first: an interrupt comes as the call returns
                 driver.unmap(chunk.address, chunk.size)
                 driver.map(chunk.address, chunk.size, handle)
             if granted:

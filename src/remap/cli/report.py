@@ -29,7 +29,9 @@ class Report:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, markup=False, emoji=False)
-        if self._console.width < 1:  # COLUMNS=0, as some terminals without a size say; Rich would print nothing
+        if (
+            self._console.width < 1
+        ):  # COLUMNS=0, as some terminals without a size say; Rich would print nothing
             self._console.width = 80
 
     def say(self, line: str, style: str = "") -> None:

@@ -238,7 +238,6 @@ class Walk:
             return True
         return not self.model.usable(address, 1, writes=writes)
 
-
     def _cpu_only_reads(self, address: int, size: int) -> bool:
         """Tell whether the CPU, which makes CUDA's copies there, has less right to a range than the device."""
         touched = [one for one in self.model.mappings if one.address < address + size and address < one.end]
