@@ -14,7 +14,7 @@ from remap import drivers
 from remap.buffers.placement import Placement, place
 from remap.errors import PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
-from remap.lifetime import Description, Release, Rollback, Step, drain, queued, undo
+from remap.lifetime import Description, Release, Rollback, drain, queued, undo
 from remap.locations import LocationLike
 from remap.sizes import Size, parse_size, round_up
 from remap.spans import Chunk, Span
@@ -170,12 +170,10 @@ class Buffer(Span):
         return release
 
     def _detach(self) -> Release:
-        driver = self._driver
-        steps: list[Step] = []
-        if self._reserved:
-            steps.append((driver.unmap, (self._address, self._reserved)))
-            steps.append((driver.free_range, (self._address, self._reserved)))
-        return Release(0, steps, self._wait_on_close())
+        if not self._reserved:
+            return Release(0, [], self._wait_on_close())
+        driver, where = self._driver, (self._address, self._reserved)
+        return Release(0, [(driver.unmap, where), (driver.free_range, where)], self._wait_on_close())
 
     def describe(self) -> Description:
         """Return what this buffer is."""
