@@ -11,7 +11,7 @@ from remap.buffers.pooled import borrow
 from remap.buffers.typed import OwnedMemory, Shape, extent, place_of
 from remap.drivers.powers import PoolFigures, SupportsPools
 from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
-from remap.lifetime import Release, drain, queued, undo
+from remap.lifetime import Release, drain, queued
 from remap.locations import Device, DeviceLike, device
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import host_array
@@ -168,17 +168,8 @@ class DeviceBox(OwnedMemory):
     ) -> DeviceBox:
         extents, kind, size = extent(shape, dtype)
         place = place_of(at, stream)
-        made = cls(allocate_pooled(size, place, as_stream(stream, place)), kind, extents)
-        try:
-            if contents is not None and size:
-                if isinstance(contents, int):
-                    made.owner.fill(contents, stream=stream)
-                else:
-                    made.copy_from_host(contents, stream=stream)
-        except BaseException as error:
-            undo(error, made.close)
-            raise
-        return made
+        memory = allocate_pooled(size, place, as_stream(stream, place))
+        return cls(memory, kind, extents)._with(contents, stream)
 
     def use(self, stream: StreamLike) -> AbstractContextManager[int]:
         """Let a stream that remap does not see use the memory within a block, as `PoolMemory.use` does."""

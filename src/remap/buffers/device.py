@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from remap.buffers.sources import Source, take
 from remap.buffers.typed import OwnedMemory, Shape, extent, place_of
-from remap.lifetime import undo
 from remap.locations import DeviceLike
 from remap.spans import host_array
 from remap.streams import StreamLike
@@ -80,14 +79,4 @@ class DeviceBuffer(OwnedMemory):
     ) -> DeviceBuffer:
         extents, kind, size = extent(shape, dtype)
         memory, owned = take(size, place_of(at, stream), source)
-        made = cls(memory, kind, extents, owned)
-        try:
-            if contents is not None and size:
-                if isinstance(contents, int):
-                    memory.fill(contents, size=size, stream=stream)
-                else:
-                    made.copy_from_host(contents, stream=stream)
-        except BaseException as error:
-            undo(error, made.close)
-            raise
-        return made
+        return cls(memory, kind, extents, owned)._with(contents, stream)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias
 from remap.arrays import DeviceArray, check_shape, check_type
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
+from remap.lifetime import undo
 from remap.locations import Device, device
 from remap.spans import Span, host_array
 from remap.streams import After, Known, Queue, StreamCalls, StreamLike, default_handle
@@ -154,6 +155,18 @@ class OwnedMemory(TypedMemory):
     def __init__(self, owner: Span, dtype: Any, shape: tuple[int, ...], owned: bool = True) -> None:
         super().__init__(owner, dtype, shape, 0)
         self._owned = owned
+
+    def _with(self, contents: Any, stream: StreamLike | None) -> Self:
+        """Fill the memory with a byte, or copy an array in, or do neither for None; close it if that fails."""
+        try:
+            if isinstance(contents, int) and self.nbytes:
+                self.owner.fill(contents, size=self.nbytes, stream=stream)
+            elif contents is not None and self.nbytes:
+                self.copy_from_host(contents, stream=stream)
+        except BaseException as error:
+            undo(error, self.close)
+            raise
+        return self
 
     @property
     def closed(self) -> bool:
