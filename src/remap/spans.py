@@ -194,10 +194,11 @@ class Span(Range):
                     yield None
                 else:
                     with queue.device.current():
-                        if self._arriving is not None:
-                            self._arriving.join(queue, part)
-                        if source is not None and source._arriving is not None:
-                            source._arriving.join(queue, source_part)
+                        for span, touched in ((self, part), (source, source_part)):
+                            # Read once: another thread drops it when everything has arrived.
+                            arriving = None if span is None else span._arriving
+                            if arriving is not None:
+                                arriving.join(queue, touched)
                         yield queue
                         if stream is None:
                             self._driver.synchronize_stream(queue.handle)

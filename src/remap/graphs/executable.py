@@ -97,9 +97,10 @@ class Executable(Resource):
         queued = None
         try:
             for span in spans:
-                if span._arriving is not None:
+                arriving = span._arriving  # read once: another thread drops it when everything has arrived
+                if arriving is not None:
                     with device.current():
-                        span._arriving.join(queue)
+                        arriving.join(queue)
             context = device._context
             if context and driver.current_context() == context:
                 driver.graph_launch(self._handle, queue.handle)

@@ -164,9 +164,10 @@ class Kernel:
         queued = None
         try:
             for span in spans:
-                if span._arriving is not None:
+                arriving = span._arriving  # read once: another thread drops it when everything has arrived
+                if arriving is not None:
                     with device.current():
-                        span._arriving.join(queue)
+                        arriving.join(queue)
             # As `device.current()` does, without its price: most programs keep one context current.
             context = device._context
             own = not packed.streams and not packed.host

@@ -75,6 +75,12 @@ def held(buffers: Iterable[Buffer], doing: str, *, detach: bool = False) -> Gene
             if isinstance(buffer._arriving, Arrival):
                 buffer._arriving.waking.close()
             stack.enter_context(buffer._taking(doing))
+            if isinstance(buffer._arriving, Arrival):
+                raise InUseError(
+                    f"{buffer.describe()} to be {doing}",
+                    rule="its contents are still arriving, and another thread waits for them",
+                    next_step="Let that end first",
+                )
             if buffer._shared and not detach:
                 raise InUseError(
                     f"{buffer.describe()} to be {doing}",

@@ -69,7 +69,8 @@ class Arrival:
                     continue
             last[mark.lane] = mark
         driver = self.waking._driver
-        with driver.lock:  # against whoever closes it, and destroys the events
+        # Against whoever closes it, and destroys the events. While that one still waits, it counts as open.
+        with driver.lock:
             if not self.waking.closed:
                 for mark in last.values():
                     driver.wait_event(queue.handle, mark.event)
@@ -101,6 +102,7 @@ class Waking(Resource):
         self._keep_host = keep_host
         self._measure = measure
         self._result: Moved | None = None
+        self._coming = True
         self.events = tuple(
             ChunkEvent(self, mark.buffer, mark.chunk, mark.device, mark.event) for mark in marks
         )
@@ -114,6 +116,11 @@ class Waking(Resource):
             buffer._arriving = Arrival(self, some)
         self._buffers = tuple(by_buffer)
         self._opened()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, and everything has arrived: until then, nobody may take it for done."""
+        return not self._open and not self._coming
 
     def wait(self) -> Moved:
         """Wait until everything has arrived, close, and return what was done."""
@@ -135,7 +142,7 @@ class Waking(Resource):
 
     def _detach(self) -> Release:
         driver, lanes = self._driver, self._lanes
-        steps: list[Step] = [(_arrived, (buffer, self)) for buffer in self._buffers]
+        steps: list[Step] = [(_arrived, (self._buffers, self))]
         steps += [(in_context, (mark.device, driver.destroy_event, mark.event)) for mark in self._marks]
         steps += [(in_context, (at, driver.destroy_stream, lane)) for at, lane in lanes]
         steps += [(backup.drop, (self._keep_host,)) for backup in self._backups]
@@ -153,7 +160,10 @@ def _synchronize(driver: Any, lanes: list[tuple[Device, int]]) -> None:
         in_context(at, driver.synchronize_stream, lane)
 
 
-def _arrived(buffer: Buffer, waking: Waking) -> None:
-    arrival = buffer._arriving
-    if isinstance(arrival, Arrival) and arrival.waking is waking:
-        buffer._arriving = None
+def _arrived(buffers: Iterable[Buffer], waking: Waking) -> None:
+    with waking._driver.lock:
+        waking._coming = False
+        for buffer in buffers:
+            arrival = buffer._arriving
+            if isinstance(arrival, Arrival) and arrival.waking is waking:
+                buffer._arriving = None

@@ -113,6 +113,12 @@ def _take(
                     rule=f"it is being {span._taken} by another thread",
                     next_step="Let that end first",
                 )
+            if isinstance(span, Buffer) and span._arriving is not None:  # importers could not wait for it
+                raise InUseError(
+                    f"export of {span.describe()}",
+                    rule="its contents are still arriving",
+                    next_step="Close what remap.resume returned",
+                )
             chunks, offset, first = _chunks_of(span, start, size)
             span._identity = span._identity or secrets.token_bytes(IDENTITY_BYTES)
             if isinstance(span, Buffer) and not span._shared:
