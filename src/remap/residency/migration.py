@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from remap import drivers
 from remap.buffers.base import Buffer, runs
 from remap.buffers.placement import check_reach
-from remap.errors import AccessError, RemapError
+from remap.errors import AccessError, OutOfMemoryError, RemapError
 from remap.handles import create_handle
 from remap.lifetime import Rollback, Step, drain
 from remap.locations import Device, LocationLike, device, location
@@ -63,6 +64,9 @@ def migrate(
         before = {**free_memory(plans), **_free_at(place)}
         moves = [_Move(driver, buffer, place) for buffer in plans]
         moves = [move for move in moves if move.chunks]
+        for move in moves:
+            if not move.size:
+                _check_wakes(driver, move.buffer, place)
         total = sum(move.size for move in moves)
         with Rollback() as rollback:
             with Flow(driver, total, progress) as flow:
@@ -96,6 +100,13 @@ def _check_rights(driver: Any, buffer: Buffer, place: Location) -> None:
     except AccessError as error:
         step = 'Take the right away first: buffer.set_access({location: "none"})'
         raise error.explain(f"{buffer.describe()} to be migrated: {error.asked}", next_step=step) from None
+
+
+def _check_wakes(driver: Any, buffer: Buffer, place: Location) -> None:
+    """Raise what a place has against memory of this kind: a buffer that sleeps would only find out when it wakes."""
+    properties = buffer.properties.at(place)
+    with suppress(OutOfMemoryError):  # there may be some when it wakes
+        driver.release(driver.create(driver.granularity(properties).minimum, properties))
 
 
 class _Move:
