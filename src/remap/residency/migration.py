@@ -105,6 +105,8 @@ def _check_rights(driver: Any, buffer: Buffer, place: Location) -> None:
 def _check_wakes(driver: Any, buffer: Buffer, place: Location) -> None:
     """Raise what a place has against memory of this kind: a buffer that sleeps would only find out when it wakes."""
     properties = buffer.properties.at(place)
+    if not (properties.handle_types or properties.rdma):
+        return  # plain memory can lie anywhere
     with suppress(OutOfMemoryError):  # there may be some when it wakes
         driver.release(driver.create(driver.granularity(properties).minimum, properties))
 
