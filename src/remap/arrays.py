@@ -16,7 +16,7 @@ from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
 from remap.locations import Device, device
 from remap.streams import Queue, StreamLike, default_handle
-from remap.types import Access, Host
+from remap.types import Access
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -197,7 +197,7 @@ class DeviceArray:
                 raise AccessError(
                     f"a NumPy view of {self.owner.describe()}",
                     rule="the CPU has no access to it",
-                    next_step=f'Copy with to_host(), or place it on remap.Host() with access={{{Host()}: "rw"}}',
+                    next_step="Copy with to_host(), or allocate with resident=Host(), accessing=[Host(), 0]",
                 )
             export = self._export("view by NumPy", read_only=not self._writable(right), cpu=True)
         self.owner._wait_for_work("view by NumPy")

@@ -6,7 +6,7 @@ import ctypes
 import operator
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from remap.errors import AccessError, InvalidValueError, RemapError
 from remap.lifetime import tell, watchers
@@ -141,6 +141,13 @@ class Span(Range):
         from remap.arrays import DeviceArray
 
         return DeviceArray.over(self, dtype, shape, offset)
+
+    def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
+        """Refuse: NumPy would make an array of one Python object of it."""
+        raise TypeError(
+            f"{self.describe()} is no array: copy it with to_host(), or view it with array(dtype), "
+            "whose numpy() is the memory itself where the CPU may look"
+        )
 
     def _part(self, asked: str, offset: int, size: int | None) -> tuple[int, int]:
         """Return the offset and the size of a part, checked against this span's bounds.

@@ -140,3 +140,9 @@ def test_empty(shared: remap.Buffer) -> None:
         warnings.simplefilter("error")
         shared.close()
     assert view.size == 0
+
+
+def test_a_buffer_is_no_array(private: remap.Buffer) -> None:
+    """NumPy does not make an array of one Python object of a buffer; the error says what to call."""
+    with pytest.raises(TypeError, match=r"to_host\(\).*array\(dtype\)"):
+        np.asarray(private)

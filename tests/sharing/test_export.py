@@ -488,3 +488,16 @@ def test_the_driver_without_sharing(stage: Stage) -> None:
     del stage
     with pytest.raises(remap.ShareError, match="alone driver"):
         check_shares(Alone(), "export")  # type: ignore[arg-type]
+
+
+def test_no_more_than_it_was_opened_with(stage: Stage) -> None:
+    """Who opened memory to read cannot grant itself writing afterwards; less, and as much again, can be had (12)."""
+    del stage
+    with remap.allocate(SIZE, resident=0, shareable="posix_fd") as buffer:
+        buffer.fill(3)
+        with remap.export(buffer) as exported, remap.open(exported, access="r") as other:
+            with pytest.raises(remap.AccessError, match=r'opened with access="r"'):
+                other.set_access({0: "rw"})
+            other.set_access({0: "none"})
+            other.set_access({0: "r"})
+            assert (other.to_host() == 3).all()

@@ -70,7 +70,7 @@ class Kernel:
         `read(dtype, shape)` and `write(dtype, shape)` return arrays straight over memory; everything else is as it
         was given. It must do what all threads of the kernel do together.
         """
-        self._twin = runner(twin)
+        self._twin = runner(twin, self.name)
         return twin
 
     def launch(

@@ -57,12 +57,13 @@ class Pointer:
         return f"<Pointer {self.address:#x}>"
 
 
-def runner(twin: Twin) -> Callable[[HostLaunch], None]:
-    """Return what the host driver calls for a launch of `twin`."""
+def runner(twin: Twin, name: str) -> Callable[[HostLaunch], None]:
+    """Return what the host driver calls for a launch of `twin`; `name` is the kernel's, for messages."""
 
     def run(launch: HostLaunch) -> None:
         twin(launch, *(Pointer(launch, v) if isinstance(v, Address) else v for v in launch.arguments))
 
+    run.__qualname__ = name
     return run
 
 

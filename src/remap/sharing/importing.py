@@ -23,7 +23,7 @@ from remap.errors import (
 )
 from remap.handles import reserve_range
 from remap.lifetime import Release, Rollback, Step, drain, queued, undo
-from remap.locations import LocationLike, location, locations
+from remap.locations import AccessLike, LocationLike, location, locations, parse_access
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
@@ -61,6 +61,7 @@ class ImportedBuffer(Buffer):
         self._shared = True
         self._handles = handles
         self._on_close = on_close
+        self._most = access
         self._rights: Mapping[Location, Access] = {}
         self._chunks: list[Chunk] = []
         self._size = descriptor.size
@@ -130,6 +131,18 @@ class ImportedBuffer(Buffer):
                 next_step="Map shared memory before other memory is allocated, or leave same_address out",
             )
         return found
+
+    def set_access(self, access: AccessLike) -> None:
+        """Change rights, as of any mapped memory, up to what it was opened with; raises `AccessError` beyond."""
+        order = list(Access)
+        for place, right in parse_access(access):
+            if order.index(right) > order.index(self._most):
+                raise AccessError(
+                    f'"{right}" access of {place} to {self.describe()}',
+                    rule=f'it was opened with access="{self._most}"',
+                    next_step='Open it again with access="rw", where it was offered so',
+                )
+        super().set_access(access)
 
     def _handles_again(self, first: int, count: int) -> Fds | tuple[bytes, ...] | None:
         """Return handles for some chunks, to export them again; None if the memory behind them was changed."""
