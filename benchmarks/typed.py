@@ -172,6 +172,8 @@ def chains(kernel: remap.Kernel) -> dict[str, float]:
 
 def main() -> None:
     """Measure, and write the figures."""
+    if remap.driver().name == "host":
+        remap.use("host", capabilities={"hmm": True})  # every kind of memory that it can have
     with remap.load(kernels.shipped("vector_add"), device=0) as module:
         kernel = module.function("vector_add")
         kernel.host(add)
