@@ -7,7 +7,7 @@ import pytest
 import remap
 from remap.errors import InvalidValueError
 from remap.testing.children import run_in_child
-from remap.testing.typed import advice_without_hmm
+from remap.testing.typed import advice_with_hmm, advice_without_hmm
 
 
 def test_large_arrays() -> None:
@@ -43,8 +43,15 @@ def test_without_hmm() -> None:
     small, prototype = run_in_child(advice_without_hmm)
     assert small.memory == "pinned memory"
     assert prototype.memory == "managed memory"
-    assert "switched off" in small.instead_of
-    assert "switched off" in str(prototype)
+    assert "made for them" in small.instead_of
+    assert "made for them" in str(prototype)
+
+
+def test_with_hmm() -> None:
+    """A host driver that was told to have HMM is advised to use it."""
+    for advice in run_in_child(advice_with_hmm):
+        assert advice.memory.startswith("HMM")
+        assert not advice.instead_of
 
 
 def test_many_short_lived_arrays() -> None:

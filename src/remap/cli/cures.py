@@ -51,7 +51,8 @@ _HOST_CURES = {
     "compression": 'remap.use("host", compression=True) grants it',
     "coherent": 'remap.use("host", coherent=True) models a machine where the CPU may look',
     "rdma": "Nothing to do: it needs a GPU",
-    "ats": "Nothing to do: use hmm",
+    "hmm": 'remap.use("host", capabilities={"hmm": True}) models a machine that has it',
+    "ats": "Nothing to do: it needs a GPU",
 }
 
 

@@ -15,7 +15,8 @@ _REASONS = {
     "fabric": "the host driver shares memory within one machine and has no fabric to other nodes",
     "compression": "the host driver keeps all memory uncompressed; the request is accepted, and read back as refused",
     "rdma": "no network adapter can reach a simulated device",
-    "ats": "simulated devices have no page tables; they reach host memory that a launch names (capability hmm)",
+    "hmm": "simulated devices reach only memory that was made for them, as most GPUs do",
+    "ats": "simulated devices have no page tables",
     "coherent": "simulated devices keep their memory from the CPU, as most GPUs do",
 }
 _OVERRIDDEN = "switched off when the host driver was opened"
@@ -50,6 +51,8 @@ class Devices:
             supported = options.coherent
         elif name == "compression":
             supported = options.compression
+        elif name == "hmm":
+            supported = options.capabilities.get("hmm", False)
         elif name == "multicast" and (off := switched_off()):
             return Capability(name, False, off)
         chosen = options.capabilities.get(name, supported)

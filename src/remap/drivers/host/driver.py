@@ -66,7 +66,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
     over all `numa_nodes`. `coherent` lets the CPU be granted access to device memory; whether that memory is the CPU's
     own, so that moving it to the host would free nothing, `integrated` says (by default it is what `coherent` is).
     `compression` grants what compressible memory asks for. `capabilities` switches features off by name, to see how a
-    program does without.
+    program does without; and `hmm` on: kernels then reach the host arrays that a launch names, which most GPUs do not.
 
     With `REMAP_HOST_STATE=path` in the environment, the budgets are those of all processes that name the same path.
 
