@@ -66,11 +66,12 @@ class Runner:
             except queue.Empty:
                 return
             left = end - time.monotonic()
-            one = self._run(what, left) if left > LAST else {"tests": what, "outcome": "not run: out of time"}
+            one: dict[str, Any] = {"tests": what, "outcome": "not run: out of time"}
+            if left > LAST:
+                one = self._run(what, left)
             runs.append(one)
             print(json.dumps({key: value for key, value in one.items() if key != "troubles"}), flush=True)
-            troubles: list[dict[str, str]] = one.get("troubles", [])
-            for trouble in troubles:
+            for trouble in one.get("troubles", ()):
                 print(f"  {trouble['outcome']} {trouble['test']}: {trouble['why'][:300]}", flush=True)
 
     def _run(self, what: str, left: float) -> dict[str, Any]:
