@@ -29,7 +29,15 @@ from remap.errors import (
     OutOfMemoryError,
 )
 from remap.lifetime import Description, Release, Resource, Rollback, drain, queued
-from remap.locations import AccessLike, LocationLike, device, location, parse_access, parse_handle_types
+from remap.locations import (
+    AccessLike,
+    LocationLike,
+    device,
+    explain_shortage,
+    location,
+    parse_access,
+    parse_handle_types,
+)
 from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
 from remap.spans import Chunk, Span
 from remap.types import AllocationProperties, Facts, Grants, HandleType, Held, Location
@@ -316,14 +324,8 @@ def create_handle(driver: Any, size: int, properties: AllocationProperties, purp
             handle = driver.create(size, properties)
     except OutOfMemoryError as error:
         place = properties.location
-        free = ""
-        if place.is_device:
-            info = device(place.index).memory()
-            free = f"{format_size(info.free)} of {format_size(info.total)} are free there"
         asked = f"{format_size(size)} of memory on {place}{purpose}"
-        raise error.explain(
-            asked, rule=free, next_step="Close, pause or trim something there first"
-        ) from None
+        raise explain_shortage(error, asked, size, place) from None
     return handle
 
 

@@ -12,7 +12,8 @@ from typing import Any, SupportsIndex, TypeAlias
 
 from remap import drivers
 from remap.drivers.protocol import Driver
-from remap.errors import InvalidValueError, not_supported
+from remap.errors import InvalidValueError, OutOfMemoryError, not_supported
+from remap.sizes import format_size
 from remap.types import (
     Access,
     AllocationProperties,
@@ -273,3 +274,23 @@ def _own(found: Device, driver: Any) -> Device:
             next_step=f"Ask again: remap.device({found.index})",
         )
     return found
+
+
+def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Location) -> OutOfMemoryError:
+    """Reword an error where `size` bytes were not to be had at a location: what there is, and what to do about it.
+
+    What no closing and pausing could make room for is told apart: then only a larger machine, or more devices, help.
+    """
+    if not where.is_device:
+        return error.explain(asked, next_step=error.next_step or "Close, pause or trim something there first")
+    at = device(where.index)
+    info = at.memory()
+    if size <= info.total:
+        rule = f"{format_size(info.free)} of {format_size(info.total)} are free there"
+        return error.explain(asked, rule=rule, next_step="Close, pause or trim something there first")
+    step = "Ask for less, or spread it over several devices (resident=)"
+    if at._driver.name == "host":
+        larger = format_size(1 << (size - 1).bit_length()).replace(" ", "")
+        step = f'Ask for less, or simulate larger devices: remap.use("host", memory="{larger}")'
+    rule = f"the whole device has {format_size(info.total)}, and {format_size(info.free)} are free"
+    return error.explain(asked, rule=rule, next_step=step)

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from remap import drivers
 from remap.buffers.placement import Placement, place
-from remap.errors import PausedError
+from remap.errors import OutOfMemoryError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Release, Rollback, drain, queued, undo
 from remap.locations import LocationLike
-from remap.sizes import Size, parse_size, round_up
+from remap.sizes import Size, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
 from remap.types import Access, AllocationProperties, Facts, HandleType, Held, Location
 
@@ -215,7 +215,12 @@ def allocate(
     number = parse_size(size)
     placement = place(driver, resident, accessing, access, shareable, compressible, rdma)
     stripe = round_up(-(-number // len(placement.properties)), placement.granule)
-    buffer = Buffer(driver, placement, stripe, parse_alignment(alignment) if alignment is not None else 0)
+    try:
+        buffer = Buffer(driver, placement, stripe, parse_alignment(alignment) if alignment is not None else 0)
+    except OutOfMemoryError as error:
+        stripes = len(placement.properties)
+        share = f", one of {stripes} stripes of a buffer of {format_size(stripe * stripes)}"
+        raise error.explain(error.asked + share * (stripes > 1)) from None
     if poison and number and Access.parse(access).writable:
         try:
             buffer.fill(POISON)

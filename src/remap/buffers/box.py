@@ -12,7 +12,7 @@ from remap.buffers.typed import OwnedMemory, Shape, extent, place_of
 from remap.drivers.powers import PoolFigures, SupportsPools
 from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
 from remap.lifetime import Release, drain, queued
-from remap.locations import Device, DeviceLike, device
+from remap.locations import Device, DeviceLike, device, explain_shortage
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import host_array
 from remap.streams import After, Event, Known, Queue, StreamLike, Uses, as_stream
@@ -87,8 +87,10 @@ class PoolMemory(FixedMemory):
     def _check_closable(self) -> None:
         super()._check_closable()
         asked = f"closing {self.kind} {self.serial}"
-        if self._size and not (self.home.over or self.home.transient):
-            _check_not_capturing(self.home, asked)
+        if self._size and not self.home.transient:
+            with self.home.kept() as there:
+                if there:
+                    _check_not_capturing(self.home, asked)
         if self._known_uses is not None:
             self._known_uses.check_not_capturing(asked)
 
@@ -111,8 +113,10 @@ class _Born:
         home = self._home
         if self._uses is not None:
             self._uses.join(queue)
-        elif not (home.over or (queue.handle == home.handle and queue.device == home.device)):
-            queue.follow(home)
+        elif queue.handle != home.handle or queue.device != home.device:
+            with home.kept() as there:
+                if there:
+                    queue.follow(home)
 
 
 class DeviceBox(OwnedMemory):
@@ -212,9 +216,7 @@ def allocate_pooled(size: int, at: Device, home: Queue) -> PoolMemory:
     try:
         return PoolMemory(at, size, home)
     except OutOfMemoryError as error:
-        info = at.memory()
-        free = f"{format_size(info.free)} of {format_size(info.total)} are free there"
-        raise error.explain(f"{format_size(size)} of the pool of {at}", rule=free) from None
+        raise explain_shortage(error, f"{format_size(size)} of the pool of {at}", size, at.location) from None
 
 
 def _pool_of(which: DeviceLike | None) -> tuple[Device, SupportsPools]:
@@ -235,17 +237,18 @@ def _check_not_capturing(queue: Queue, asked: str) -> None:
 def _free(at: Device, home: Queue, address: int, uses: Uses | None, after: StreamLike | Event | None) -> None:
     """Free memory in its home stream, or in a lent one where that has gone, after the work of all others."""
     driver: Any = at._driver
-    lent = borrow(at) if home.over or home.transient else None
-    if lent is not None:
-        home = Queue(lent.handle, at, lent)
-    if uses is not None:
-        uses.join(home)
-    with at.current():
-        if isinstance(after, Event):
-            driver.wait_event(home.handle, after.handle)
-        elif after is not None:
-            home.follow(as_stream(after, at))
-        driver.pool_free(address, home.handle)
+    with home.kept() as there:
+        lent = None if there and not home.transient else borrow(at)
+        if lent is not None:
+            home = Queue(lent.handle, at, lent)
+        if uses is not None:
+            uses.join(home)
+        with at.current():
+            if isinstance(after, Event):
+                driver.wait_event(home.handle, after.handle)
+            elif after is not None:
+                home.follow(as_stream(after, at))
+            driver.pool_free(address, home.handle)
     if uses is not None:
         uses.forget()
     if lent is not None:

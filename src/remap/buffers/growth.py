@@ -23,6 +23,7 @@ from remap.chunks.supply import Supply
 from remap.errors import OutOfAddressSpaceError, OutOfMemoryError
 from remap.handles import reserve_range
 from remap.lifetime import Release, Rollback, Step, undo
+from remap.locations import explain_shortage
 from remap.sizes import format_size, round_up
 from remap.spans import Chunk
 from remap.streams import After
@@ -130,6 +131,18 @@ class GrowingBuffer(ChangingBuffer):
         """
         if start >= stop:
             return []
+        try:
+            return self._map_new(start, stop)
+        except OutOfMemoryError as error:  # it names a chunk, which nobody asked for
+            missing = sum(hole.stop - hole.start for hole in self._holes(start, stop, ()))
+            asked = (
+                f"{format_size(missing)} more of memory, for bytes {start:,} to {stop:,} of {self.describe()}"
+            )
+            if len(self._places) == 1 and not self._supply.pools:  # pools have limits of their own
+                raise explain_shortage(error, asked, missing, self._places[0]) from None
+            raise error.explain(asked, rule=f"{error.asked}: {error.rule}") from None
+
+    def _map_new(self, start: int, stop: int) -> list[Chunk]:
         new: list[Chunk] = []
         if self._ahead is not None and stop > self._front:
             new = self._ahead.take(self._front, stop)

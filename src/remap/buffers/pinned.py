@@ -91,7 +91,7 @@ def pinned(shape: Shape, dtype: DTypeLike = "float32") -> Pinned:
         raise error.explain(
             f"{format_size(size)} of pinned memory",
             rule=error.rule or "the host has not as much that may be locked (ulimit -l)",
-            next_step="Use less, or pageable memory",
+            next_step=error.next_step or "Use less, or pageable memory",
         ) from None
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from remap.buffers.fixed import FixedMemory
 from remap.errors import OutOfMemoryError
 from remap.lifetime import Release, Step, drain, queued
-from remap.locations import Device, DeviceLike, device, in_context
+from remap.locations import Device, DeviceLike, device, explain_shortage, in_context
 from remap.sizes import Size, format_size, parse_size
 from remap.types import Access
 
@@ -51,6 +51,5 @@ def allocate_plain(size: Size, *, at: DeviceLike | None = None) -> PlainMemory:
     try:
         return PlainMemory(place, number)
     except OutOfMemoryError as error:
-        info = place.memory()
-        free = f"{format_size(info.free)} of {format_size(info.total)} are free there"
-        raise error.explain(f"{format_size(number)} of plain memory on {place}", rule=free) from None
+        asked = f"{format_size(number)} of plain memory on {place}"
+        raise explain_shortage(error, asked, number, place.location) from None

@@ -43,7 +43,7 @@ class Machine:
             Location(LocationKind.DEVICE, index): Budget(f"device {index}", size, self.ledger)
             for index, size in enumerate(options.memory)
         }
-        self.host_budget = Budget("the host", options.host_memory, self.ledger)
+        self.host_budget = Budget("the host", options.host_memory, self.ledger, "host_memory")
         # Counts the launches that may touch anything; a mapping remembers how many there were before it.
         self.tick = 0
         self.guard.watch_forks(self)
@@ -84,10 +84,11 @@ class Budget:
     memory apart, which counts once however many hold it; it is 0 for all other memory.
     """
 
-    __slots__ = ("_ledger", "_name", "_total", "_used")
+    __slots__ = ("_ledger", "_name", "_option", "_total", "_used")
 
-    def __init__(self, name: str, total: int, ledger: Ledger | None) -> None:
+    def __init__(self, name: str, total: int, ledger: Ledger | None, option: str = "memory") -> None:
         self._name = name
+        self._option = option
         self._total = total
         self._used = 0
         self._ledger = ledger
@@ -113,7 +114,8 @@ class Budget:
                 CudaResult.OUT_OF_MEMORY,
                 asked=f"{format_size(size)} of memory on {self._name}",
                 rule=f"{format_size(max(free, 0))} of {format_size(self._total)} are free",
-                next_step="Free other memory there, or open the host driver with more",
+                next_step="Free other memory there, or open the host driver with more: "
+                f'remap.use("host", {self._option}=...)',
             )
         self._used += size
 
