@@ -29,7 +29,7 @@ LAYERS = (
     ("spans", "ranges"),
     ("arrays", "exports", "foreign", "dlpack", "streams", "locations"),
     ("drivers",),
-    ("lifetime", "cards", "sites", "types", "sizes", "errors"),
+    ("lifetime", "ends", "cards", "sites", "types", "sizes", "errors"),
 )
 """The rooms from top to bottom. A room may import those of lower layers, never its neighbours on the same layer."""
 
@@ -41,6 +41,7 @@ NEIGHBOURS = {
     "foreign": {"dlpack", "streams", "locations"},
     "streams": {"locations"},
     "lifetime": {"cards", "sites", "types", "sizes", "errors"},
+    "ends": {"lifetime"},
     "cards": {"types", "sizes"},
     "types": {"sizes", "errors"},
     "sizes": {"errors"},

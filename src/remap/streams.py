@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, TypeAlias
 
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
+from remap.ends import End
 from remap.errors import InUseError, InvalidValueError
 from remap.lifetime import Description, Release, Resource, Rollback, captures_running, epoch
 from remap.locations import Device, DeviceLike, device, in_context
-
-
-@runtime_checkable
-class SupportsStream(Protocol):
-    """Any stream of another library, by CUDA's protocol: `__cuda_stream__()` returns (version, handle)."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of the protocol, 0, and the stream's handle."""
-        ...
+from remap.types import SupportsStream
 
 
 class StreamCalls:
@@ -73,12 +67,12 @@ class StreamCalls:
         The host does not wait.
         """
         self._check()
-        if isinstance(what, Event):
-            what._check()
-            with self.device.current():
-                self._driver.wait_event(self.handle, what.handle)
+        if not isinstance(what, Event):
+            Queue(self.handle, self.device, self).follow(as_stream(what, self.device))
             return
-        Queue(self.handle, self.device, self).follow(as_stream(what, self.device))
+        what._check()
+        with self.device.current():
+            self._driver.wait_event(self.handle, what.handle)
 
     def fork(self) -> Stream:
         """Return a new stream of the same device whose work starts where this one is now."""
@@ -109,7 +103,7 @@ class Stream(Resource, StreamCalls):
     Source: cuStreamCreateWithPriority.
     """
 
-    __slots__ = ("device", "handle")
+    __slots__ = ("_end", "device", "handle")
 
     kind: ClassVar[str] = "stream"
 
@@ -118,6 +112,7 @@ class Stream(Resource, StreamCalls):
         super().__init__(self.device._driver)
         with self.device.current():
             self.handle: int = self._driver.create_stream(nonblocking, priority)
+        self._end = End(self._driver)
         self._opened()
 
     def close(self) -> None:
@@ -131,10 +126,11 @@ class Stream(Resource, StreamCalls):
         super().close()
 
     def _detach(self) -> Release:
-        driver, at, handle = self._driver, self.device, self.handle
+        driver, handle = self._driver, self.handle
         # A wait and no step: interrupted, it leaves the stream open, and its work known.
-        wait = partial(in_context, at, driver.synchronize_stream, handle)
-        return Release(1, [(in_context, (at, driver.destroy_stream, handle))], wait)
+        wait = partial(in_context, self.device, driver.synchronize_stream, handle)
+        destroy = partial(in_context, self.device, driver.destroy_stream, handle)
+        return Release(1, [(self._end.destroy, (destroy,))], wait)
 
     def describe(self) -> Description:
         """Return what this stream is."""
@@ -214,8 +210,13 @@ class Queue:
 
     @property
     def over(self) -> bool:
-        """Whether this is a stream of ours whose owner was closed, which has waited for all its work."""
-        return isinstance(self.owner, Resource) and self.owner.closed
+        """Whether this is a stream of ours whose closing has waited for all its work."""
+        owner = self.owner
+        return owner._end.over if isinstance(owner, Stream) else isinstance(owner, Resource) and owner.closed
+
+    def kept(self) -> AbstractContextManager[bool]:
+        """Keep the handle valid for a block that names it; gives False where it is `over`, and names nothing."""
+        return self.owner._end.kept() if isinstance(self.owner, Stream) else nullcontext(not self.over)
 
     @property
     def transient(self) -> bool:
@@ -308,8 +309,9 @@ class Uses:
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if a stream to be waited for is being captured; nothing has been waited for then."""
         for queue in list(self._streams.values()):
-            if not queue.over:
-                queue.check_not_capturing(asked)
+            with queue.kept() as there:
+                if there:
+                    queue.check_not_capturing(asked)
         if self.escaped and captures_running():
             raise InUseError(
                 asked,
@@ -323,26 +325,23 @@ class Uses:
         self.check_not_capturing(asked)
         streams, events, held = self._streams, self._events, self._held
         self._streams, self._events, self._held = {}, {}, []
-        done = False
         try:
             for (index, handle), queue in streams.items():
                 if self.escaped and any(one.index == index for one in accessing):
                     continue  # the whole context is waited for below
-                if queue.over:
-                    continue  # closing it has waited
-                with queue.device.current():
-                    queue.device._driver.synchronize_stream(handle)
+                with queue.kept() as there, queue.device.current():
+                    if there:  # else closing it has waited
+                        queue.device._driver.synchronize_stream(handle)
             for event in events.values():
                 event.synchronize()
             if self.escaped:
                 for one in accessing:
                     one.synchronize()
-            done = True
-        finally:
-            if not done:  # nothing is forgotten that was not waited for
-                self._streams = {**streams, **self._streams}
-                self._events = {**events, **self._events}
-                self._held = held + self._held
+        except BaseException:  # nothing is forgotten that was not waited for
+            self._streams = {**streams, **self._streams}
+            self._events = {**events, **self._events}
+            self._held = held + self._held
+            raise
         for event in events.values():
             event.close()
 
@@ -358,8 +357,9 @@ class Uses:
         for (_, handle), queue in list(self._streams.items()):
             if handle == target.handle and queue.device == target.device:
                 continue
-            if not queue.over:
-                target.follow(queue)
+            with queue.kept() as there:
+                if there:
+                    target.follow(queue)
         for event in list(self._events.values()):
             with target.device.current():
                 target.device._driver.wait_event(target.handle, event.handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from remap.errors import InvalidValueError
 
@@ -298,3 +298,12 @@ class Facts:
     shared: bool = False
     kept: int = 0
     groups: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class SupportsStream(Protocol):
+    """Any stream of another library, by CUDA's protocol: `__cuda_stream__()` returns (version, handle)."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, 0, and the stream's handle."""
+        ...

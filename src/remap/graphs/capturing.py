@@ -115,8 +115,8 @@ class Capture:
             for queue in uses.queues if uses is not None else ():
                 key = (queue.device.index, queue.handle)
                 if key not in known:
-                    with queue.device.current():
-                        known[key] = not queue.over and queue.device._driver.stream_capturing(queue.handle)
+                    with queue.kept() as there, queue.device.current():
+                        known[key] = there and queue.device._driver.stream_capturing(queue.handle)
                 if known[key]:
                     yield thing
                     break
