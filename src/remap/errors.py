@@ -233,8 +233,24 @@ _seen_sticky: list[str] = []
 
 
 def context_lost() -> bool:
-    """Tell whether this process has seen a sticky error; what closes after it stays silent about it."""
+    """Tell whether a call of this process has ended with a sticky error; what closes after it is silent about it."""
     return bool(_seen_sticky)
+
+
+def refused(error: DriverError) -> DriverError:
+    """Return the error that a driver's call ends with, once it is known whether the context is lost by it.
+
+    For the one place of each driver where calls end. An error that is only made says nothing of the context: a kernel's
+    fault is one before any call has reported it.
+    """
+    if error.code in STICKY:
+        _seen_sticky.append(error.name)
+    return error
+
+
+def context_renewed() -> None:
+    """Forget what was seen: this process is a forked child, which has contexts of its own or none."""
+    _seen_sticky.clear()
 
 
 _STICKY_RULE = "the context was lost to an earlier fault, reported by, not caused by, this call"
@@ -254,7 +270,6 @@ def driver_error(
     addresses = call == "cuMemAddressReserve" and code == CudaResult.OUT_OF_MEMORY
     kind = OutOfAddressSpaceError if addresses else _KINDS.get(code, DriverError)
     if code in STICKY:
-        _seen_sticky.append(name)
         rule, next_step = rule or _STICKY_RULE, next_step or _STICKY_STEP
     return kind(call, name, code, asked=asked, rule=rule, next_step=next_step)
 

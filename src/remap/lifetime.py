@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -35,9 +34,10 @@ from remap.errors import (
     RemapError,
     RemapWarning,
     context_lost,
+    context_renewed,
 )
 from remap.sites import sites
-from remap.sizes import format_size
+from remap.types import Description as Description  # noqa: PLC0414 (the rooms above take it from here)
 from remap.types import Facts
 
 Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -243,23 +243,6 @@ class Resource:
         return card(f"{type(self).__name__}: {self.describe()}", self._facts() if self._open else Facts())
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a live object is, as a frozen record."""
-
-    kind: str
-    serial: int
-    size: int
-    address: int | None
-    detail: str
-
-    def __str__(self) -> str:
-        """Return it as one phrase: `buffer 7 of 4 MiB at 0x7f… (2 chunks)`."""
-        where = "" if self.address is None else f" at {self.address:#x}"
-        detail = f" ({self.detail})" if self.detail else ""
-        return f"{self.kind} {self.serial} of {format_size(self.size)}{where}{detail}"
-
-
 class Rollback:
     """Undo the steps of an operation, last first, if its block fails; do nothing if it succeeds (invariant 5).
 
@@ -406,6 +389,7 @@ def captures_running() -> bool:
 def _forked() -> None:
     _process.epoch += 1
     _process.captures = 0
+    context_renewed()
     queued.clear()
     _live.clear()
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from remap.errors import InvalidValueError
+from remap.sizes import format_size
 
 
 class LocationKind(StrEnum):
@@ -42,6 +43,12 @@ class Location:
     def is_device(self) -> bool:
         """Whether this is a device (and not the host or one of its NUMA nodes)."""
         return self.kind is LocationKind.DEVICE
+
+    def __repr__(self) -> str:
+        """Return what a program writes for it."""
+        if self.kind is LocationKind.DEVICE:
+            return f"remap.device({self.index}).location"
+        return "remap.Host()" if self.kind is LocationKind.HOST else f"remap.HostNuma({self.index})"
 
     def __str__(self) -> str:
         """Return the name used in messages and pictures: `device 0`, `host`, `host node 1`."""
@@ -282,6 +289,23 @@ class Held(NamedTuple):
     memory: object = None
     rights: tuple[tuple[Location, Access], ...] = ()
     source: str = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a live object is, as a frozen record."""
+
+    kind: str
+    serial: int
+    size: int
+    address: int | None
+    detail: str
+
+    def __str__(self) -> str:
+        """Return it as one phrase: `buffer 7 of 4 MiB at 0x7f… (2 chunks)`."""
+        where = "" if self.address is None else f" at {self.address:#x}"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.kind} {self.serial} of {format_size(self.size)}{where}{detail}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from remap.drivers.protocol import Driver
-from remap.errors import CudaResult, DriverError, InvalidValueError, driver_error
+from remap.errors import CudaResult, DriverError, InvalidValueError, driver_error, refused
 
 _Call: TypeAlias = Callable[..., Any]
 
@@ -202,9 +202,8 @@ class Faulty(_Forwarding):
                 if not plan.repeat:
                     self._plans.remove(plan)
             self._refused.append(name)
-        raise driver_error(
-            CUDA_FUNCTIONS.get(name, name), due[0].result, rule="a fault that a test asked for"
-        )
+        call, rule = CUDA_FUNCTIONS.get(name, name), "a fault that a test asked for"
+        raise refused(driver_error(call, due[0].result, rule=rule))
 
 
 @dataclass(eq=False, slots=True)

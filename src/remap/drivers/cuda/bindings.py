@@ -6,7 +6,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from remap.errors import CudaResult, DriverError, RemapError, driver_error
+from remap.errors import CudaResult, DriverError, RemapError, driver_error, refused
 
 # Compiled and untyped, and absent where nobody asked for CUDA: Any here, plain integers everywhere above.
 cuda: Any = None
@@ -93,11 +93,11 @@ _START_FAILURES = {
 
 
 def failure(call: str, err: Any, *, asked: str = "", rule: str = "", next_step: str = "") -> DriverError:
-    """Return the error for result `err` of driver function `call`."""
+    """Return the error for result `err` that driver function `call` has returned."""
     if err == CudaResult.INVALID_CONTEXT and not rule:
         rule = "the calling thread has no current context"
         next_step = "Retain a device's context and push it first"
-    return driver_error(call, int(err), err.name, asked=asked, rule=rule, next_step=next_step)
+    return refused(driver_error(call, int(err), err.name, asked=asked, rule=rule, next_step=next_step))
 
 
 def driver_version() -> int:

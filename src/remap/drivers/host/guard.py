@@ -13,7 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from remap.errors import ContextLostError, CudaResult, ForkedError, KernelError, RemapError, driver_error
+from remap.errors import (
+    ContextLostError,
+    CudaResult,
+    ForkedError,
+    KernelError,
+    RemapError,
+    driver_error,
+    refused,
+)
 
 
 class Forkable(Protocol):
@@ -105,9 +113,8 @@ class _Process:
     def refuse(self, call: str) -> RemapError:
         fault = self.fault
         assert fault is not None
-        error = driver_error(
-            call, fault.code, asked=call, rule=f"the context is lost: {fault.asked}: {fault.rule}"
-        )
+        rule = f"the context is lost: {fault.asked}: {fault.rule}"
+        error = refused(driver_error(call, fault.code, asked=call, rule=rule))
         error.__cause__ = fault.__cause__ or fault
         return error
 
