@@ -10,6 +10,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from remap.loading import loading as _loading
+
 if TYPE_CHECKING:
     __version__: str
     from remap.arrays import DeviceArray as DeviceArray
@@ -56,7 +58,9 @@ if TYPE_CHECKING:
     from remap.errors import RemapError as RemapError
     from remap.errors import RemapWarning as RemapWarning
     from remap.errors import ShareError as ShareError
+    from remap.exports import ExportError as ExportError
     from remap.foreign import ForeignArray as ForeignArray
+    from remap.foreign import SizeOverflowError as SizeOverflowError
     from remap.foreign import as_array as as_array
     from remap.foreign import from_dlpack as from_dlpack
     from remap.graphs import Executable as Executable
@@ -104,6 +108,7 @@ if TYPE_CHECKING:
     from remap.locations import device as device
     from remap.locations import devices as devices
     from remap.observe.leaks import leaks as leaks
+    from remap.observe.leaks import no_leaks as no_leaks
     from remap.observe.leaks import record_sites as record_sites
     from remap.observe.snapshot import Snapshot as Snapshot
     from remap.observe.snapshot import snapshot as snapshot
@@ -187,7 +192,8 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "locations": ("Device", "device", "devices"),
     "streams": ("Event", "Stream", "default_stream"),
     "arrays": ("DeviceArray",),
-    "foreign": ("ForeignArray", "as_array", "from_dlpack"),
+    "exports": ("ExportError",),
+    "foreign": ("ForeignArray", "SizeOverflowError", "as_array", "from_dlpack"),
     "handles": ("Mapping", "PhysicalAllocation", "Reservation", "create", "reserve"),
     "buffers.base": ("Buffer", "allocate"),
     "buffers.device": ("DeviceBuffer",),
@@ -243,7 +249,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "sharing.multicast": ("MulticastObject", "MulticastView"),
     "sharing.ranks": ("MpiExchange", "TorchExchange"),
     "sharing.symmetric": ("SymmetricBuffer",),
-    "observe.leaks": ("leaks", "record_sites"),
+    "observe.leaks": ("leaks", "no_leaks", "record_sites"),
     "observe.snapshot": ("Snapshot", "snapshot"),
     "observe.trace": ("trace",),
     "residency": (
@@ -278,14 +284,30 @@ def __getattr__(name: str) -> Any:
 
         return version("remap")
     if name in _MODULES:
-        return importlib.import_module(f"remap.{_MODULES[name]}")
+        with _loading():
+            return importlib.import_module(f"remap.{_MODULES[name]}")
     try:
         module, there = _NAMES[name]
     except KeyError:
-        raise AttributeError(f"module 'remap' has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(f"remap.{module}"), there)
+        raise AttributeError(f"module 'remap' has no attribute {name!r}{_hint(name)}") from None
+    with _loading():
+        value = getattr(importlib.import_module(f"remap.{module}"), there)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    """Return what a name that does not exist may have meant, as the rest of a message."""
+    if name.startswith("_"):  # asked for by tools, which catch it
+        return ""
+    from difflib import get_close_matches
+    from importlib.util import find_spec
+
+    if find_spec(f"remap.{name}"):
+        return f"; it is a module of its own: import remap.{name}"
+    by_lower = {one.lower(): one for one in (*__all__, *_MODULES)}
+    near = [by_lower[one] for one in get_close_matches(name.lower(), by_lower, n=2, cutoff=0.7)]
+    return f"; did you mean {' or '.join(f'remap.{one}' for one in near)}?" if near else ""
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias
 
 from remap.cards import card
 from remap.errors import (
@@ -115,6 +115,8 @@ class Resource:
     def _opened(self) -> None:
         self._open = True
         _live[self.serial] = weakref.ref(self)
+        if left and self._driver in left:
+            self._refuse_left()
         if sites.depth:
             self._site = sites.here()
         hooks = _hooks.get()
@@ -125,6 +127,15 @@ class Resource:
             tell("made", self, "")
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("made %s", self.describe())
+
+    def _refuse_left(self) -> NoReturn:
+        """Refuse to come to life: another thread has ended the use of the driver meanwhile."""
+        rule = "another thread has changed the driver, or closed it, while this was being made"
+        error = InUseError(f"a new {self.kind}", rule=rule, next_step="Make it again, of the new driver")
+        self._open = False
+        _live.pop(self.serial, None)
+        undo(error, self._detach().run)
+        raise error
 
     def _detach(self) -> Release:
         """Return what gives this object back; called once, when it has been marked closed."""
@@ -295,6 +306,8 @@ _serials = itertools.count(1)
 _live: dict[int, weakref.ref[Resource]] = {}
 queued: deque[Release] = deque()
 """What finalisers have left to do; a call that opens or closes something runs `drain()` if it is not empty."""
+left: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The drivers whose use was ended, or is about to be: nothing new of theirs may come to life."""
 _hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())
 watchers: list[Callable[[str, Resource, str], None]] = []
 """Those who watch the objects of all threads: each is called with "made", or "begin" and "end" of an operation by name.
@@ -389,6 +402,7 @@ def captures_running() -> bool:
 def _forked() -> None:
     _process.epoch += 1
     _process.captures = 0
+    left.clear()
     context_renewed()
     queued.clear()
     _live.clear()
@@ -398,6 +412,7 @@ def _ending() -> None:
     _process.ending = True
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 # Objects alive at exit are silent: the driver gives everything back when the process ends.
 atexit.register(_ending)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, ClassVar, SupportsIndex, TypeAlias
 
 from remap import drivers
 from remap.drivers.protocol import Driver
@@ -168,21 +168,25 @@ AccessLike: TypeAlias = Mapping[Any, Access | str]
 
 
 class _Known:
-    """The device objects of the current driver, by number, and the fastest of them."""
+    """The device objects of one driver, by number, and the fastest of them.
 
-    def __init__(self) -> None:
-        self.driver: Driver | None = None
+    Each driver has a record of its own: a thread that was late may still be writing into that of the last one.
+    """
+
+    latest: ClassVar[_Known | None] = None
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
         self.by_index: dict[int, Device] = {}
         self.fastest: Device | None = None
 
-    def of(self, driver: Driver) -> _Known:
-        """Return itself, emptied first if the driver is another one than before."""
-        if self.driver is not driver:
-            self.driver, self.by_index, self.fastest = driver, {}, None
-        return self
-
-
-_known = _Known()
+    @classmethod
+    def of(cls, driver: Driver) -> _Known:
+        """Return the record of a driver, a new one if the latest is another's."""
+        found = cls.latest
+        if found is None or found.driver is not driver:
+            found = cls.latest = cls(driver)
+        return found
 
 
 def device(which: DeviceLike | None = None) -> Device:
@@ -194,7 +198,7 @@ def device(which: DeviceLike | None = None) -> Device:
     driver = drivers.current()
     if isinstance(which, Device):
         return _own(which, driver)
-    known = _known.of(driver)
+    known = _Known.of(driver)
     if which is None:
         if known.fastest is None:
             # Ties go to the lowest number (A1).

@@ -22,16 +22,25 @@ class Placement:
 
 
 class _Placements:
-    """The placements already worked out for one driver. Programs allocate with few sets of options, many times."""
+    """The placements already worked out for one driver. Programs allocate with few sets of options, many times.
+
+    Each driver has a record of its own: a thread that was late may still be writing into that of the last one.
+    """
 
     LIMIT: ClassVar[int] = 256
+    latest: ClassVar[_Placements | None] = None
 
-    def __init__(self) -> None:
-        self.driver: Any = None
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
         self.known: dict[Any, Placement] = {}
 
-
-_placements = _Placements()
+    @classmethod
+    def of(cls, driver: Any) -> dict[Any, Placement]:
+        """Return what is known for a driver."""
+        found = cls.latest
+        if found is None or found.driver is not driver or len(found.known) > cls.LIMIT:
+            found = cls.latest = cls(driver)
+        return found.known
 
 
 def place(
@@ -44,16 +53,15 @@ def place(
     rdma: bool,
 ) -> Placement:
     """Check the options of an allocation and return what they amount to; raises before anything is allocated."""
-    if _placements.driver is not driver or len(_placements.known) > _Placements.LIMIT:
-        _placements.driver, _placements.known = driver, {}
+    known = _Placements.of(driver)
     key: Any = (resident, accessing, access, shareable, compressible, rdma)
     try:
-        found = _placements.known.get(key)
+        found = known.get(key)
     except TypeError:  # lists and sets have no hash
         key = tuple(_hashable(part) for part in key)
-        found = _placements.known.get(key)
+        found = known.get(key)
     if found is None:
-        found = _placements.known[key] = _place(driver, *key)
+        found = known[key] = _place(driver, *key)
     return found
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from remap import lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
+from remap.lifetime import Rollback
+from remap.loading import loading
 
 __all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "opened", "use"]
 
@@ -44,22 +46,28 @@ def open(name: str | None = None, **options: Any) -> Driver:
 
 
 def _load(name: str) -> Any:
-    if name == "cuda":
-        from remap.drivers.cuda import CudaDriver
+    with loading():
+        if name == "cuda":
+            from remap.drivers.cuda import CudaDriver
 
-        return CudaDriver
-    from remap.drivers.host import HostDriver
+            return CudaDriver
+        from remap.drivers.host import HostDriver
 
-    return HostDriver
+        return HostDriver
 
 
 class _Choice:
-    """The driver that this process uses, opened on first use."""
+    """The driver that this process uses, opened on first use; `changing` is held by whoever ends its use."""
 
     def __init__(self) -> None:
         self.driver: Driver | None = None
         self.epoch = 0
+        self.renew_locks()
+
+    def renew_locks(self) -> None:
+        """Make new locks: in a forked child, threads that do not exist there may hold the old ones."""
         self.lock = threading.Lock()
+        self.changing = threading.Lock()
 
 
 _choice = _Choice()
@@ -115,26 +123,31 @@ def use(driver: str | Driver, **options: Any) -> Driver:
     """Make `driver` the current one and return it.
 
     `driver` is a name, with options for it (`use("host", devices=4, memory="256MiB")`), or a driver object, such as
-    one of the wrappers around another. Raises `InUseError` while objects of the present driver live.
+    one of the wrappers around another. Raises `InUseError` while objects of the present driver live, and where
+    another thread makes one in the middle of the change: one of the two is told.
     """
-    if isinstance(driver, str):
-        _check_idle(f"change of driver to {driver!r}")
-        opened = open(driver, **options)
-    elif not isinstance(getattr(driver, "name", None), str):
+    name = driver if isinstance(driver, str) else getattr(driver, "name", None)
+    if not isinstance(name, str):
         raise TypeError(f"a driver is one of {', '.join(NAMES)}, or a driver object, not {driver!r}")
-    elif options:
-        raise InvalidValueError(f"options {sorted(options)}", rule="a driver object has its options already")
-    else:
-        _check_idle(f"change of driver to {driver.name!r}")
-        opened = driver
-    _leave()
-    with _choice.lock:
-        previous = _choice.driver if _choice.epoch == lifetime.epoch() else None
-        _set(opened)
-    # A driver object may be a wrapper around the previous one, which then goes on.
-    if previous is not None and isinstance(driver, str):
+    asked = f"change of driver to {name!r}"
+    with _choice.changing, Rollback() as rollback:
+        _check_idle(asked)
+        if isinstance(driver, str):
+            new = open(driver, **options)
+            rollback.undo(new.shutdown)
+            previous = _leave(asked, rollback, ending=True)
+        elif options:
+            rule = "a driver object has its options already"
+            raise InvalidValueError(f"options {sorted(options)}", rule=rule)
+        else:  # it may be a wrapper around the previous one, which then goes on
+            new, previous = driver, None
+            _leave(asked, rollback, ending=False)
+        with _choice.lock:
+            lifetime.left.discard(new)
+            _set(new)
+    if previous is not None:
         previous.shutdown()
-    return opened
+    return new
 
 
 def close() -> None:
@@ -142,12 +155,13 @@ def close() -> None:
 
     Raises `InUseError` while objects live.
     """
-    _check_idle("closing the driver")
-    _leave()
-    with _choice.lock:
-        previous, _choice.driver = _choice.driver, None
-    if previous is not None and _choice.epoch == lifetime.epoch():
-        previous.shutdown()
+    with _choice.changing:
+        with Rollback() as rollback:
+            previous = _leave("closing the driver", rollback, ending=True)
+            with _choice.lock:
+                _choice.driver = None
+        if previous is not None:
+            previous.shutdown()
 
 
 def on_leave(listener: Callable[[Driver], None]) -> None:
@@ -158,11 +172,18 @@ def on_leave(listener: Callable[[Driver], None]) -> None:
     _listeners.append(listener)
 
 
-def _leave() -> None:
-    driver = _choice.driver
-    if driver is not None and _choice.epoch == lifetime.epoch():
+def _leave(asked: str, rollback: Rollback, *, ending: bool) -> Driver | None:
+    """Make sure that nothing of the present driver lives, or is coming to life, and return it if there is one."""
+    driver = opened()
+    if driver is not None and ending:
+        # Before the look at what lives: what another thread makes meanwhile is seen here, or is refused there.
+        rollback.undo(lifetime.left.discard, driver)
+        lifetime.left.add(driver)
+    _check_idle(asked)
+    if driver is not None:
         for listener in _listeners:
             listener(driver)
+    return driver
 
 
 def _check_idle(asked: str) -> None:
@@ -185,8 +206,5 @@ def _set(driver: Driver) -> None:
         listener(driver)
 
 
-def _renew_lock() -> None:
-    _choice.lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_choice.renew_locks)

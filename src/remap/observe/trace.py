@@ -22,7 +22,7 @@ from remap.drivers.wrappers import Call
 from remap.errors import InUseError, InvalidValueError
 from remap.handles import PhysicalAllocation
 from remap.lifetime import Resource
-from remap.locations import _known
+from remap.locations import _Known
 from remap.observe.calls import CallRecord, taps
 from remap.observe.reading import FileLike
 from remap.observe.snapshot import Item, _item
@@ -69,6 +69,7 @@ class Trace:
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         if not taps.listeners:
             drivers.on_enter.append(taps.add)
+        drivers.on_enter.append(self._entered)
         self.driver = drivers.opened()
         if self.driver is not None:
             numbers: dict[object, int] = {}
@@ -76,7 +77,7 @@ class Trace:
             self.before = tuple(_item(thing, numbers) for thing in living)
             self.handles = {one._handle: one.serial for one in living if isinstance(one, PhysicalAllocation)}
             # Not devices(), which would ask the driver while another trace listens.
-            known = _known.of(self.driver).by_index.values()
+            known = _Known.of(self.driver).by_index.values()
             self.contexts = {one._context: one.index for one in known if one._context}
             taps.add(self.driver)
         self._running = True
@@ -101,6 +102,8 @@ class Trace:
             taps.listeners.remove(self._hear)
         if self._note in lifetime.watchers:
             lifetime.watchers.remove(self._note)
+        if self._entered in drivers.on_enter:
+            drivers.on_enter.remove(self._entered)
         if not taps.listeners:
             taps.clear()
             if taps.add in drivers.on_enter:
@@ -113,6 +116,11 @@ class Trace:
         target = Path(path)
         target.write_text(to_json(self), encoding="utf-8")
         return target
+
+    def _entered(self, driver: Any) -> None:
+        """Note the first driver of a trace that was begun before any was open."""
+        if self.driver is None:
+            self.driver = driver
 
     def _hear(self, record: CallRecord) -> None:
         if len(self._records) < self.limit:
