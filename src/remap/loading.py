@@ -63,7 +63,7 @@ def loading() -> Generator[None]:
 
 _loading = _Loading()
 if hasattr(os, "register_at_fork"):
-    # After logging was imported: hooks run in the opposite order, and its own takes a lock that loading rooms takes, too.
+    # After logging was imported: hooks run in the opposite order, and its own takes a lock that rooms take to load.
     os.register_at_fork(
         before=_loading.before_fork,
         after_in_parent=_loading.after_in_parent,
