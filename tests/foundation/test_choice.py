@@ -91,11 +91,11 @@ def test_what_was_made_first_keeps_its_driver(halting: Halting) -> None:
 
 def test_a_late_thread_leaves_nothing_of_the_old_driver(halting: Halting) -> None:
     """A device that a thread looks up in the old driver as it goes is not found in the new one (13)."""
-    halting.call = ""
 
     def other() -> None:
         remap.use(present())
-        remap.device(0)
+        with pytest.raises(remap.InvalidValueError):
+            remap.device(99)
 
     meanwhile(halting, "device_count", lambda: remap.device(0), other)
     assert all(device._driver is remap.driver() for device in remap.devices())
@@ -106,14 +106,16 @@ def test_a_late_thread_leaves_no_sizes_of_the_old_driver(halting: Halting) -> No
     """What a thread works out for the old driver is not taken for the new one, which may have larger granules (13)."""
 
     def other() -> None:
-        remap.use("host", granularity=4 * MiB)
-        remap.device(0)
+        remap.use(drivers.open("host", granularity=4 * MiB))  # an object: the old driver is not shut
         with pytest.raises(remap.InvalidValueError):
             remap.allocate(1, resident=99)
 
-    meanwhile(halting, "granularity", lambda: remap.allocate(1, resident=0), other)
+    late = meanwhile(halting, "granularity", lambda: remap.allocate(1, resident=0), other)
     with remap.allocate(1, resident=0) as buffer:
         assert buffer.size == 4 * MiB
+    if isinstance(late, remap.Buffer):
+        late.close()
+    halting.shutdown()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
