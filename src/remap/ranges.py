@@ -7,12 +7,13 @@ exclude them and each other: the second one raises `InUseError` (invariant 13).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from remap.errors import AccessError, InUseError, InvalidValueError
+from remap.launches import launches
 from remap.lifetime import Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
 from remap.streams import After, Known, Queue, Uses, wait_after
@@ -188,31 +189,43 @@ class Range(Resource):
     def _right(self, place: Location) -> Access:
         return self._rights.get(place, Access.NONE)
 
+    def _grant_step(self, place: Location, needed: Access) -> str:
+        """Say how a location gets a right to this memory."""
+        named = place.index if place.is_device else place
+        return f'Grant it: set_access({{{named!r}: "{needed}"}}), or access= when the memory is mapped'
+
+    def _check_use(
+        self, asked: str, place: Location, needed: Access = Access.READ, part: tuple[int, int] | None = None
+    ) -> None:
+        """Raise unless a location can use the memory now, or its part; the caller holds the lock."""
+        self._check()
+        if self._taken:
+            raise InUseError(
+                f"{asked} of {self.describe()}",
+                rule=f"it is being {self._taken} by another thread",
+                next_step="Let that end first",
+            )
+        self._check_backed(asked)
+        right = self._right(place)
+        if not (right.writable if needed is Access.READ_WRITE else right.readable):
+            raise AccessError(
+                f"{asked} by {place}",
+                rule=f"it has {words(right)} to {self.describe()}",
+                next_step=self._grant_step(place, needed),
+            )
+        if part is not None:
+            self._check_part(asked, *part, needed)
+
     def _begin_use(
         self, asked: str, place: Location, needed: Access, part: tuple[int, int] | None = None
     ) -> None:
         """Begin an operation on the memory by one location; every one is followed by `_end_use`.
 
-        `part` is the (offset, size) that it touches, None where that is not known.
+        `part` is the (offset, size) that it touches, None where that is not known. Launches are begun otherwise: see
+        `remap.launches`.
         """
         with self._driver.lock:
-            self._check()
-            if self._taken:
-                raise InUseError(
-                    f"{asked} of {self.describe()}",
-                    rule=f"it is being {self._taken} by another thread",
-                    next_step="Let that end first",
-                )
-            self._check_backed(asked)
-            right = self._right(place)
-            if not (right.writable if needed is Access.READ_WRITE else right.readable):
-                raise AccessError(
-                    f"{asked} by {place}",
-                    rule=f"it has {words(right)} to {self.describe()}",
-                    next_step=f'Grant it with access={{{place}: "{needed}"}}',
-                )
-            if part is not None:
-                self._check_part(asked, *part, needed)
+            self._check_use(asked, place, needed, part)
             self._busy += 1
 
     def _end_use(self, queue: Queue | None, keep: object = None) -> None:
@@ -256,7 +269,10 @@ class Range(Resource):
                 self._taken = ""
 
     def _check_free(self, doing: str, views: set[int] | None = None) -> None:
-        """Raise `InUseError` if anything uses the memory at this moment, or looks at it through one of `views`."""
+        """Raise `InUseError` if anything uses the memory at this moment, or looks at it through one of `views`.
+
+        The caller holds the lock, and says in `_taken`, or by closing, that nobody may use it from now on.
+        """
         if self._taken or self._busy:
             rule = (
                 f"it is being {self._taken}"
@@ -270,10 +286,10 @@ class Range(Resource):
                 rule=f"{len(views)} arrays of other libraries still view it",
                 next_step="Delete them first",
             )
+        launches.check_none(self._known_uses, self, doing)
 
     def _check_closable(self) -> None:
-        if self._taken or self._busy or self._exports:
-            self._check_free("closed", self._exports)
+        self._check_free("closed", self._exports)
 
     def close(self, *, after: After = Known.STREAMS) -> None:
         """Unmap and give the memory back. Closing again does nothing.
@@ -296,27 +312,6 @@ class Range(Resource):
     def _wait_on_close(self) -> Callable[[], None] | None:
         uses = self._known_uses
         return uses.waiter(self.accessing, f"closing {self.kind} {self.serial}") if uses else None
-
-
-def begin_uses(ranges: Sequence[Range], place: Location, asked: str) -> None:
-    """Begin a use of every range by one location, or of none; `end_uses` follows. For launches, which have several.
-
-    The rights asked for are to read; what a launch writes, its own checks know.
-    """
-    begun = 0
-    try:
-        for one in ranges:
-            one._begin_use(asked, place, Access.READ)
-            begun += 1
-    except BaseException:
-        end_uses(ranges[:begun], None)
-        raise
-
-
-def end_uses(ranges: Sequence[Range], queue: Queue | None) -> None:
-    """End a use of every range; `queue` is where work was left queued, None if there is none."""
-    for one in ranges:
-        one._end_use(queue)
 
 
 def words(right: Access) -> str:

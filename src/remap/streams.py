@@ -16,7 +16,8 @@ from typing import Any, ClassVar, TypeAlias
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.ends import End
 from remap.errors import InUseError, InvalidValueError
-from remap.lifetime import Description, Release, Resource, Rollback, captures_running, epoch
+from remap.launches import launches
+from remap.lifetime import Description, Release, Resource, Rollback, captures_running
 from remap.locations import Device, DeviceLike, device, in_context
 from remap.types import SupportsStream
 
@@ -99,7 +100,8 @@ class StreamCalls:
 class Stream(Resource, StreamCalls):
     """A queue of work on one device that runs in order.
 
-    `nonblocking=True` (the default) means that it does not order itself with the legacy default stream.
+    `nonblocking=True` (the default) means that it does not order itself with the legacy default stream. Closing waits
+    for its work, so that memory used here knows that this is over; `InUseError` while it is captured or launched on.
     Source: cuStreamCreateWithPriority.
     """
 
@@ -115,15 +117,9 @@ class Stream(Resource, StreamCalls):
         self._end = End(self._driver)
         self._opened()
 
-    def close(self) -> None:
-        """Wait for the work of this stream, then destroy it. Closing again does nothing.
-
-        It waits so that memory used here knows that the work is over when the stream is gone. Raises `InUseError`
-        while the stream is being captured.
-        """
-        if self._open and self._epoch == epoch():
-            Queue(self.handle, self.device, self).check_not_capturing(f"closing {self.describe()}")
-        super().close()
+    def _check_closable(self) -> None:
+        Queue(self.handle, self.device, self).check_not_capturing(f"closing {self.describe()}")
+        launches.check_none(self, self, "closed")
 
     def _detach(self) -> Release:
         driver, handle = self._driver, self.handle
@@ -325,8 +321,9 @@ class Uses:
         self.check_not_capturing(asked)
         streams, events, held = self._streams, self._events, self._held
         self._streams, self._events, self._held = {}, {}, []
+        launches.renew()
         try:
-            for (index, handle), queue in streams.items():
+            for (index, handle), queue in list(streams.items()):
                 if self.escaped and any(one.index == index for one in accessing):
                     continue  # the whole context is waited for below
                 with queue.kept() as there, queue.device.current():

@@ -27,7 +27,7 @@ def fresh() -> PythonKernel:
 
 def kept(kernel: PythonKernel) -> int:
     """Return how many launches are kept."""
-    return len(kernel._again)
+    return len(kernel._kept)
 
 
 def test_launches_on_the_same_arrays_are_kept_once(place: Any) -> None:

@@ -14,6 +14,7 @@ from remap import drivers
 from remap.buffers.placement import Placement, place
 from remap.errors import OutOfMemoryError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
+from remap.launches import launches
 from remap.lifetime import Description, Release, Rollback, drain, queued, undo
 from remap.locations import LocationLike
 from remap.sizes import Size, format_size, parse_size, round_up
@@ -149,6 +150,7 @@ class Buffer(Span):
     # -- what it holds, and its end --
 
     def _facts(self) -> Facts:
+        launches.renew()
         return Facts(
             (self._address, self._reserved) if self._reserved else None,
             () if self._paused else self._held(),

@@ -12,7 +12,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from remap.types import Location
+from remap.types import LaunchConfig, Location, PackedArguments
+
+
+@runtime_checkable
+class SupportsRepeats(Protocol):
+    """A driver that works out once what it takes to make the same launch many times.
+
+    The calls that it returns keep what they need, and act in `context`, whichever is current.
+    """
+
+    def repeat_launch(
+        self, context: int, function: int, config: LaunchConfig, stream: int, arguments: PackedArguments
+    ) -> Callable[[], None]:
+        """Return a call that makes this `launch`, with what `arguments` holds at that time. (cuLaunchKernel)"""
+        ...
+
+    def repeat_graph_launch(self, context: int, executable: int, stream: int) -> Callable[[], None]:
+        """Return a call that makes this `graph_launch`. (cuGraphLaunch)"""
+        ...
 
 
 @runtime_checkable

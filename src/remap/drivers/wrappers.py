@@ -46,7 +46,7 @@ class _Forwarding(_AnyDriver):  # type: ignore[misc]
                 continue
             call = getattr(inner, name)
             # What a wrapper itself adds stays reachable through another wrapper around it, unwrapped.
-            if callable(call) and name not in _OWN_NAMES:
+            if callable(call) and name not in _OWN_NAMES and name not in _SHORT_CUTS:
                 wrapped = self._wrap(name, call)
                 wrapped.__name__ = name
                 self.__dict__[name] = wrapped
@@ -66,7 +66,7 @@ class _Forwarding(_AnyDriver):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the wrapped driver."""
-        if name == "inner":  # while unpickling or copying: there is nothing to ask yet
+        if name == "inner" or name in _SHORT_CUTS:  # while unpickling or copying there is nothing to ask yet
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -222,6 +222,9 @@ class _Plan:
         self.left -= 1
         return self.left <= 0
 
+
+# The calls that these return would go past a wrapper, so it does not have them.
+_SHORT_CUTS = frozenset({"repeat_launch", "repeat_graph_launch"})
 
 # Nothing of a driver's protocol; `dir()` finds them in a wrapper that is wrapped again.
 _OWN_NAMES = frozenset({"inner", "calls", "calls_to", "forget", "fail", "heal", "refused"})

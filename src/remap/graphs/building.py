@@ -25,8 +25,8 @@ from remap.errors import (
 )
 from remap.graphs.nodes import Allocation, Condition, GraphArray, HostCall, Node
 from remap.kernels.launch import Extent, Prepared
+from remap.launches import check_uses
 from remap.locations import Device
-from remap.ranges import begin_uses, end_uses
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import Span
 from remap.types import Touched
@@ -330,8 +330,8 @@ class Nodes:
             )
         self._check_uses(asked, _used(ends), behind)
         spans = [end.span for end in ends if end.span is not None]
-        begin_uses(spans, self.device.location, asked)
-        end_uses(spans, None)
+        with self._driver.lock:
+            check_uses(spans, self.device.location, asked)
 
     def _add(
         self,

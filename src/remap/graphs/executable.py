@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap.drivers.graph_powers import NodeKind
-from remap.errors import InUseError, NotSupportedError, RemapError, not_supported
+from remap.drivers.powers import SupportsRepeats
+from remap.errors import InUseError, NotSupportedError, not_supported
 from remap.graphs import footprint
 from remap.graphs.nodes import Allocation, GraphMemory, Node, raise_failure
 from remap.kernels.module import Module
-from remap.lifetime import Description, Release, Resource, Step
-from remap.locations import in_context
+from remap.launches import Repeat, Usable, launches
+from remap.lifetime import Description, Release, Resource, Step, watchers
+from remap.locations import Device, in_context
 from remap.spans import Span
 from remap.streams import Queue, Stream, StreamLike, Uses, as_stream
-from remap.types import Access, Location
+from remap.types import Location
 
 if TYPE_CHECKING:
     from remap.graphs.graph import Graph
-
-_NONE = Access.NONE
 
 
 class Executable(Resource):
@@ -35,7 +36,7 @@ class Executable(Resource):
         super().__init__(graph._driver)
         self.device = graph.device
         self.auto_free = auto_free
-        self._latest = self._default = as_stream(None, self.device)
+        self._default = as_stream(None, self.device)
         self._failures = graph._failures
         self._uses = Uses()
         with self.device.current():
@@ -51,8 +52,7 @@ class Executable(Resource):
         """Note what the nodes of a graph use, so that launches keep it from being taken away."""
         self._nodes = graph.nodes
         self._kept = kept = graph.kept()
-        self._spans: tuple[Span, ...] = tuple(_distinct(one for one in kept if isinstance(one, Span)))
-        self._modules: tuple[Module, ...] = tuple(_distinct(one for one in kept if isinstance(one, Module)))
+        self._used: list[Usable] = _distinct(one for one in kept if isinstance(one, (Span, Module)))
         allocations = [node for node in self._nodes if isinstance(node, Allocation)]
         # What each launch leaves allocated, what it frees of other graphs', and what it uses of theirs.
         self._left = tuple(one for one in allocations if one.freed is None)
@@ -60,6 +60,7 @@ class Executable(Resource):
         frees = [node for node in self._nodes if node.kind is NodeKind.FREE]
         self._foreign = tuple(others)
         self._ends = tuple(one for one in others if any(one in node._keeps for node in frees))
+        self._latest: Repeat | None = None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -74,87 +75,43 @@ class Executable(Resource):
         `PausedError` for buffers of its nodes, and `LaunchError` for what a host function has raised in an earlier
         run; nothing is launched then. Source: cuGraphLaunch.
         """
-        self._check()
-        queue = self._latest
-        if queue.owner is not stream or not isinstance(stream, Stream) or not stream._open:
-            queue = self._latest = self._default if stream is None else as_stream(stream, self.device)
+        latest = self._latest
         if self._failures:
+            self._check()
             raise_failure(self._failures, self._asked)
-        if self._left or self._foreign:
-            self._launch_with_memory(queue)
+        # A launch that is kept holds the driver's call itself, which a trace would not see.
+        if latest is not None and latest.queue.owner is stream and not watchers:
+            latest.go()
         else:
-            self._launch(queue, self._spans)
+            self._launch(stream)
         if footprint.watching:
             footprint.sample(self.device, "launch")
 
-    def _launch(self, queue: Queue, spans: Sequence[Span]) -> None:
-        """Launch while buffers and modules are kept from being taken away, then note the stream.
+    def _launch(self, stream: StreamLike | None) -> None:
+        """Launch with everything that this takes, and keep the launch for the next time on the same stream."""
+        self._check()
+        queue = self._default if stream is None else as_stream(stream, self.device)
+        if self._left or self._foreign:
+            self._launch_with_memory(queue)
+            return
+        self._repeat(queue, self._used).go()
+        if queue.transient or watchers or not (stream is None or isinstance(stream, Stream)):
+            return
+        call = None
+        if isinstance(self._driver, SupportsRepeats):
+            call = self._driver.repeat_graph_launch(self.device._context, self._handle, queue.handle)
+        self._latest = self._repeat(queue, self._used, call)
 
-        Written out, as `Kernel._launch` is: a launch of the driver's own takes a few microseconds.
-        """
-        device, driver = self.device, self._driver
-        self._begin(spans, device.location)
-        queued = None
-        try:
-            for span in spans:
-                arriving = span._arriving  # read once: another thread drops it when everything has arrived
-                if arriving is not None:
-                    with device.current():
-                        arriving.join(queue)
-            context = device._context
-            if context and driver.current_context() == context:
-                driver.graph_launch(self._handle, queue.handle)
-            else:
-                with device.current():
-                    driver.graph_launch(self._handle, queue.handle)
-            queued = queue
-        finally:
-            self._end(spans, queued)
+    def _repeat(self, queue: Queue, used: Sequence[Usable], call: Callable[[], None] | None = None) -> Repeat:
+        if call is None:
+            call = partial(self._queue, self.device, self._handle, queue)
+        return Repeat((self, *used), queue, self._asked, call)
 
-    def _begin(self, spans: Sequence[Span], place: Location) -> None:
-        """Begin the use of every buffer and module, or of none."""
-        begun = 0
-        with self._driver.lock:
-            for module in self._modules:
-                module._check()
-            try:
-                for span in spans:
-                    span._check_backed(self._asked)
-                    right = span._rights.get(place, _NONE)
-                    if right is not _NONE and span._open and not span._taken and span._epoch == self._epoch:
-                        span._busy += 1
-                    else:
-                        span._begin_use(self._asked, place, Access.READ)  # says what is wrong
-                    begun += 1
-            except RemapError:
-                for span in spans[:begun]:
-                    span._busy -= 1
-                raise
-            for module in self._modules:
-                module._busy += 1
-
-    def _end(self, spans: Sequence[Span], queue: Queue | None) -> None:
-        """End these uses; `queue` is where the run was left, None if nothing was launched."""
-        modules = self._modules
-        try:
-            if queue is not None:
-                every = [self._uses, *[module._uses for module in modules]]
-                for span in spans:
-                    uses = span._known_uses
-                    every.append(span._uses if uses is None else uses)
-                if queue.transient:
-                    for uses in every:
-                        uses.add(queue)
-                else:
-                    key = (queue.device.index, queue.handle)
-                    for uses in every:
-                        uses._streams[key] = queue
-        finally:
-            with self._driver.lock:
-                for module in modules:
-                    module._busy -= 1
-                for span in spans:
-                    span._busy -= 1
+    @staticmethod
+    def _queue(at: Device, handle: int, queue: Queue) -> None:
+        driver: Any = at._driver
+        with at.current():
+            driver.graph_launch(handle, queue.handle)
 
     def _launch_with_memory(self, queue: Queue) -> None:
         """Launch a graph that leaves memory allocated, or uses or frees what other graphs have left."""
@@ -170,7 +127,7 @@ class Executable(Resource):
         with self._driver.lock:
             for memory in ended:
                 memory._check_closable()
-        self._launch(queue, [*self._spans, *foreign])
+        self._repeat(queue, [*self._used, *foreign]).go()
         for memory in ended:
             memory._end()
         for one in self._left:
@@ -207,6 +164,12 @@ class Executable(Resource):
         before = self._kept
         self._take(graph)
         self._uses.keep(before)
+
+    def _check_use(self, asked: str, place: Location) -> None:
+        self._check()
+
+    def _check_closable(self) -> None:
+        launches.check_none(self._uses, self, "closed")
 
     def _detach(self) -> Release:
         steps: list[Step] = [(in_context, (self.device, self._driver.graph_exec_destroy, self._handle))]

@@ -8,150 +8,144 @@ so that nothing is kept alive.
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from remap.arrays import DeviceArray
-from remap.kernels.loaded import Loaded
-from remap.kernels.params import Arguments
-from remap.lifetime import epoch
+from remap.launches import Repeat, Usable, launches
+from remap.lifetime import watchers
+from remap.ranges import Range
 from remap.spans import Span
-from remap.streams import Queue, Stream
-from remap.types import LaunchConfig, Touched
+from remap.streams import StreamLike
 
-Shape: TypeAlias = tuple[Any, Any, Any, bool]
-"""Grid, block, dynamic shared memory, and whether arguments may overlap."""
+Shape: TypeAlias = tuple[Any, ...]
+"""What is compared of a launch: the number of arguments, grid, block, dynamic shared memory, and the like."""
 
 Packed: TypeAlias = tuple[int, type, struct.Struct, int]
 """A number among the arguments: its place, its type, how it is packed, and where."""
 
 
-class Again:
-    """A launch that was made once, and can be made again."""
+class Kept:
+    """The launches of one kernel that can be made again."""
 
-    __slots__ = (
-        "_all",
-        "_arguments",
-        "_call",
-        "_config",
-        "_context",
-        "_current_context",
-        "_epoch",
-        "_function",
-        "_handle",
-        "_key",
-        "_lock",
-        "_packing",
-        "_queue",
-        "_references",
-        "_scalars",
-        "_spans",
-        "_stream",
-        "_touches",
-        "shape",
-    )
+    __slots__ = ("_launches", "_pick")
+
+    def __init__(self) -> None:
+        self._launches: dict[tuple[int, ...], Again] = {}
+        self._pick: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
+
+    def again(self, given: tuple[Any, ...], stream: StreamLike | None, shape: Shape) -> bool:
+        """Launch, if that was done before and no check would find anything new; else return False.
+
+        Raises, with nothing launched, what the checks would say of memory that may not be used now.
+        """
+        try:
+            kept = self._launches.get((id(stream), *map(id, self._pick(given))))
+        except IndexError:  # too few arguments
+            return False
+        # A launch that is kept holds the driver's call itself, which a trace would not see.
+        if kept is None or kept.shape != shape or watchers:
+            return False
+        if kept._seen is not launches.stamp and not kept.same():
+            return False
+        if kept.numbers:
+            return kept.go_with(given)
+        kept.go()
+        return True
+
+    def keep(self, launch: Again, stream: object, given: tuple[Any, ...], places: Sequence[int]) -> None:
+        """Keep a launch for as long as the stream and the arrays, which are at these places, live."""
+        pick = self._pick = _picker(places)
+        arrays, kept = pick(given), self._launches
+        key = (id(stream), *map(id, arrays))
+
+        def gone(_: object) -> None:
+            kept.pop(key, None)
+
+        # A weak reference calls only while it lives itself.
+        launch.references = [weakref.ref(one, gone) for one in (stream, *arrays) if one is not None]
+        if len(kept) >= _MOST:
+            kept.clear()
+        kept[key] = launch
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._launches.clear()
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._launches)
+
+
+class Again(Repeat):
+    """A launch that was made once, and can be made again: `work` is what it was.
+
+    `checked` is the stamp that was there before its checks.
+    """
+
+    __slots__ = ("_checked", "_last", "_packing", "_spans", "_work", "numbers", "references", "shape")
 
     def __init__(
         self,
-        loaded: Loaded,
+        things: Sequence[Usable],
+        work: Any,
+        asked: str,
+        call: Callable[[], None],
         shape: Shape,
-        config: LaunchConfig,
-        queue: Queue,
-        packed: Arguments,
-        function: Any,
-        touches: list[Touched] | None,
-        scalars: Sequence[Packed],
-        references: Sequence[weakref.ref[Any]],
+        numbers: Sequence[Packed],
+        checked: object,
     ) -> None:
-        device = queue.device
+        super().__init__(things, work.queue, asked, call)
         self.shape = shape
-        self._references = references  # a weak reference calls only while it lives itself
-        self._stream = queue.owner if isinstance(queue.owner, Stream) else None
-        self._current_context = device._driver.current_context
-        self._call = device._driver.launch
-        self._handle = queue.handle
-        self._context = device._context
-        self._lock = device._driver.lock
-        self._epoch = epoch()
-        self._function = function
-        self._config = config
-        self._queue = queue
-        self._key = (device.index, queue.handle)
-        self._arguments = packed
-        self._touches = touches
-        self._scalars = scalars
+        self.numbers = numbers
+        self.references: list[weakref.ref[Any]] = []
+        self._work = work
         self._packing = threading.Lock()
-        self._all = tuple(dict.fromkeys(packed.spans))
-        # Rights are changed by putting another table in their place, and what stands behind a buffer by counting on.
-        self._spans: tuple[tuple[Any, Any, tuple[int, str] | None], ...] = tuple(
-            (span, span._rights, _version(span)) for span in self._all
-        )
-        loaded.module._uses.add(queue)
+        self._last: dict[int, Any] = dict.fromkeys([index for index, *_ in numbers], self)
+        self._checked = checked
+        # Rights are changed by putting another table in their place.
+        spans = [thing for thing in things if isinstance(thing, Span)]
+        self._spans = [(weakref.ref(span), span._rights, _version(span)) for span in spans]
 
-    def go(self, given: tuple[Any, ...]) -> bool:
-        """Launch, if nothing has changed that the checks depended on; else return False, and nothing has happened."""
-        if not self._scalars:
-            return self._launch()
-        # The numbers are put into the one copy of the arguments, so that one thread at a time can do this.
-        if not self._packing.acquire(blocking=False):
+    def same(self) -> bool:
+        """Tell whether the checks would find what they have found, now that something somewhere has changed.
+
+        What `Repeat` looks at itself is left to it.
+        """
+        for reference, rights, version in self._spans:
+            span = reference()
+            if span is None or span._rights is not rights or _version(span) != version:
+                return False
+            # Its parts differ, and only the checks know which of them are used.
+            if type(span)._check_part is not Range._check_part and self._checked is not launches.stamp:
+                return False
+        return True
+
+    def go_with(self, given: tuple[Any, ...]) -> bool:
+        """Launch with other numbers; return False where they do not fit, or another thread is at it."""
+        # They are put into the one copy of the arguments, so that one thread at a time can do this.
+        if not self._packing.acquire(False):
             return False
         try:
-            return self._pack(given) and self._launch()
+            last = self._last
+            for index, kind, layout, offset in self.numbers:
+                value = given[index]
+                if value is last[index]:
+                    continue
+                if type(value) is not kind:
+                    return False
+                try:
+                    layout.pack_into(self._work.packed.content, offset, value)
+                except (struct.error, OverflowError):  # it does not fit, which the checks will say
+                    return False
+                last[index] = value
+            self.go()
         finally:
             self._packing.release()
-
-    def _launch(self) -> bool:
-        stream, lock = self._stream, self._lock
-        if (stream is not None and not stream._open) or self._epoch != epoch():
-            return False
-        begun = 0
-        with lock:
-            for span, rights, version in self._spans:
-                if span._rights is not rights or not span._open or span._taken or span._arriving is not None:
-                    break
-                if version is not None and version != (span.generation, span._paused):
-                    break
-                span._busy += 1
-                begun += 1
-            else:
-                begun = -1
-        if begun >= 0:
-            self._end(self._all[:begun])
-            return False
-        try:
-            # Where another context is current, the way with all checks makes the right one current.
-            if self._current_context() != self._context:
-                return False
-            self._call(self._function, self._config, self._handle, self._arguments, self._touches)
-            key, queue = self._key, self._queue
-            for span in self._all:
-                uses = span._known_uses
-                (span._uses if uses is None else uses)._streams[key] = queue
-        finally:
-            with lock:
-                for span in self._all:
-                    span._busy -= 1
         return True
-
-    def _pack(self, given: tuple[Any, ...]) -> bool:
-        content = self._arguments.content
-        for index, kind, layout, offset in self._scalars:
-            value = given[index]
-            if type(value) is not kind:
-                return False
-            try:
-                layout.pack_into(content, offset, value)
-            except struct.error:  # it does not fit, which the checks will say
-                return False
-        return True
-
-    def _end(self, spans: Sequence[Span]) -> None:
-        with self._lock:
-            for span in spans:
-                span._busy -= 1
 
 
 def _version(span: Any) -> tuple[int, str] | None:
@@ -160,19 +154,10 @@ def _version(span: Any) -> tuple[int, str] | None:
     return None if generation is None else (generation, span._paused)
 
 
-def references_to(things: Sequence[Any], forget: Callable[[], object]) -> list[weakref.ref[Any]]:
-    """Return weak references that call `forget` as soon as one of the things goes."""
-
-    def gone(_: object) -> None:
-        forget()
-
-    return [weakref.ref(thing, gone) for thing in things if thing is not None]
+def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return operator.itemgetter(slice(places[0], places[0] + 1)) if places else operator.itemgetter(slice(0))
 
 
-def can_repeat(arrays: Sequence[Any]) -> bool:
-    """Tell whether launches on these arrays can be kept: all are ours, and no memory has parts that differ."""
-    plain: object = Span._check_part
-    return all(
-        isinstance(one, DeviceArray) and getattr(type(one.owner), "_check_part", None) is plain
-        for one in arrays
-    )
+_MOST = 256  # launches that one kernel can make again

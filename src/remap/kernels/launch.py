@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from remap.drivers.powers import SupportsHostFunctions
+from remap.drivers.powers import SupportsHostFunctions, SupportsRepeats
 from remap.drivers.protocol import SupportsModules
-from remap.errors import LaunchError, RemapError
+from remap.errors import LaunchError
+from remap.kernels.again import Again, Kept, Packed, Shape
 from remap.kernels.image import Parameter
 from remap.kernels.params import Arguments, Packer
 from remap.kernels.twin import Twin, runner
+from remap.launches import Repeat, Usable, check_uses, launches
+from remap.lifetime import watchers
 from remap.sizes import Size, format_size, parse_size
-from remap.spans import Span
-from remap.streams import Queue, StreamLike, as_stream
+from remap.streams import Queue, Stream, StreamLike, as_stream
 from remap.types import Access, Dim3, LaunchConfig, Location, Touched
 
 if TYPE_CHECKING:
@@ -42,6 +44,16 @@ class Prepared(NamedTuple):
     module: Module
 
 
+class Work(NamedTuple):
+    """A launch that was checked, for a stream."""
+
+    function: Any
+    config: LaunchConfig
+    queue: Queue
+    packed: Arguments
+    touches: list[Touched] | None
+
+
 class Kernel:
     """A kernel of a module that can be launched. Made by `Module.function`, and alive as long as the module."""
 
@@ -51,7 +63,7 @@ class Kernel:
         self.module = module
         self.name = name
         self._function = function
-        self._lock = module._driver.lock
+        self._kept = Kept()
         self._packer = Packer(name, parameters, self._host_memory_unreached)
         self._twin: Any = None
         self._checked: dict[tuple[Extent, Extent, Size], LaunchConfig] = {}
@@ -71,6 +83,7 @@ class Kernel:
         was given. It must do what all threads of the kernel do together.
         """
         self._twin = runner(twin, self.name)
+        self._kept.clear()
         return twin
 
     def launch(
@@ -92,6 +105,10 @@ class Kernel:
         `InUseError` or `ClosedError` for memory that the device may not use now; then nothing was launched.
         Source: cuLaunchKernel.
         """
+        shape = (len(arguments), grid, block, shared)
+        if self._kept.again(arguments, stream, shape):
+            return
+        checked = launches.stamp
         module = self.module
         module._check()
         queue = module._default if stream is None else as_stream(stream, module.device)
@@ -102,20 +119,54 @@ class Kernel:
                 next_step="Load it on that device too: remap.load(…, device=…)",
             )
         try:
-            config = self._checked.get((grid, block, shared)) or self._check(grid, block, shared)
+            config = self._checked.get(shape[1:]) or self._check(grid, block, shared)
         except TypeError:  # a list is no key
             config = self._check(_extents("grid", grid), _extents("block", block), shared)
+            shape = (len(arguments), config.grid, config.block, shared)
         if self._function is None:
             packed = self._packer.values(arguments)
-            self._launch(
-                self._twin or self._no_twin(), config, queue, packed, _touches(packed, module.device.location)
-            )
+            touches = _touches(packed, module.device.location)
+            work = Work(self._twin or self._no_twin(), config, queue, packed, touches)
         else:
-            packed = self._packer.pack(arguments)
-            try:
-                self._launch(self._function, config, queue, packed, None)
-            finally:
-                packed.give_back()
+            work = Work(self._function, config, queue, self._packer.pack(arguments), None)
+        kept = False
+        try:
+            self._launch(work)
+            found = self._packer.repeatable(arguments, work.packed)
+            if found is not None:
+                kept = self._keep(self._kept, work, arguments, stream, shape, *found, checked)
+        finally:
+            if not kept:
+                work.packed.give_back()
+
+    def _keep(
+        self,
+        kept: Kept,
+        work: Work,
+        given: tuple[Any, ...],
+        stream: StreamLike | None,
+        shape: Shape,
+        places: Sequence[int],
+        numbers: Sequence[Packed],
+        checked: object,
+    ) -> bool:
+        """Keep a launch to be made again on the same memory; return whether that can be.
+
+        The memory is at `places` among the arguments, and `numbers` are all others; `checked` is as `Again` has it.
+        """
+        function, config, queue, packed, _ = work
+        if watchers or queue.transient or not (stream is None or isinstance(stream, Stream)):
+            return False
+        if self._function is None and numbers:  # on the host driver they are in the function
+            return False
+        driver = queue.device._driver
+        things: tuple[Usable, ...] = (self.module, *packed.spans)
+        call: Callable[[], None] = partial(_queue, work)
+        if self._function is not None and isinstance(driver, SupportsRepeats):
+            call = driver.repeat_launch(queue.device._context, function, config, queue.handle, packed)
+        packed.spans = ()  # nothing is kept alive
+        kept.keep(Again(things, work, self._asked, call, shape, numbers, checked), stream, given, places)
+        return True
 
     def _prepare(
         self, arguments: tuple[Any, ...], grid: Extent, block: Extent, shared: Size, at: Device
@@ -142,94 +193,16 @@ class Kernel:
     ) -> Prepared:
         """Return a launch for a graph, once its memory has been seen to be usable on the module's device."""
         try:
-            self._begin_uses(packed.spans, self.module.device.location)
-            self._end_uses(packed.spans, None)
+            with self.module._driver.lock:
+                check_uses((self.module, *packed.spans), self.module.device.location, self._asked)
         except BaseException:
             packed.give_back()
             raise
         return Prepared(function, config, packed, touches, self.module)
 
-    def _launch(
-        self,
-        function: Any,
-        config: LaunchConfig,
-        queue: Queue,
-        packed: Arguments,
-        touches: list[Touched] | None,
-    ) -> None:
-        """Launch while every span among the arguments is kept from being taken away, then note the stream."""
-        device, spans = queue.device, packed.spans
-        driver = device._driver
-        self._begin_uses(spans, device.location)
-        queued = None
-        try:
-            for span in spans:
-                arriving = span._arriving  # read once: another thread drops it when everything has arrived
-                if arriving is not None:
-                    with device.current():
-                        arriving.join(queue)
-            # As `device.current()` does, without its price: most programs keep one context current.
-            context = device._context
-            own = not packed.streams and not packed.host
-            if context and own and driver.current_context() == context:
-                driver.launch(function, config, queue.handle, packed, touches)
-            else:
-                with device.current():
-                    for stream in packed.streams:  # what another library has queued on its array
-                        if stream != queue.handle:
-                            queue.follow(Queue(stream, device, None))
-                    driver.launch(function, config, queue.handle, packed, touches)
-                    if packed.host and isinstance(driver, SupportsHostFunctions):
-                        # The driver keeps this until the kernel has run, and with it the arrays.
-                        driver.launch_host_function(queue.handle, partial(_let_go, packed.host))
-            queued = queue
-        finally:
-            self._end_uses(spans, queued)
-
-    def _begin_uses(self, spans: Sequence[Span], place: Location) -> None:
-        """Begin the use of every span, or of none: `Span._begin_use` for all under one lock.
-
-        Written out for spans that nothing speaks against, since a launch has several and is short; any other goes
-        to `_begin_use` itself, which says what is wrong.
-        """
-        module = self.module
-        epoch = module._epoch
-        begun = 0
-        with self._lock:
-            module._check()
-            try:
-                for span in spans:
-                    span._check_backed(self._asked)
-                    right = span._rights.get(place, _NONE)
-                    if right is not _NONE and span._open and not span._taken and span._epoch == epoch:
-                        span._busy += 1
-                    else:
-                        span._begin_use(self._asked, place, Access.READ)
-                    begun += 1
-            except RemapError:
-                for span in spans[:begun]:
-                    span._busy -= 1
-                raise
-            module._busy += 1
-
-    def _end_uses(self, spans: Sequence[Span], queue: Queue | None) -> None:
-        """End the use of every span; `queue` is where the work was left, None if nothing was launched."""
-        try:
-            if queue is not None and queue.transient:
-                for span in spans:
-                    span._uses.add(queue)
-                self.module._uses.add(queue)
-            elif queue is not None:
-                key = (queue.device.index, queue.handle)
-                for span in spans:
-                    uses = span._known_uses
-                    (span._uses if uses is None else uses)._streams[key] = queue
-                self.module._uses._streams[key] = queue
-        finally:
-            with self._lock:
-                self.module._busy -= 1
-                for span in spans:
-                    span._busy -= 1
+    def _launch(self, work: Work) -> None:
+        """Launch while everything among the arguments is kept from being taken away, then note the stream."""
+        Repeat((self.module, *work.packed.spans), work.queue, self._asked, partial(_queue, work)).go()
 
     def _host_memory_unreached(self) -> str:
         """Say why the device does not reach host memory by its own addresses; empty where it does."""
@@ -319,6 +292,21 @@ def _touches(packed: Arguments, place: Location) -> list[Touched] | None:
         if span.size
     ]
     return touched + [Touched(one.ctypes.data, one.nbytes, one.flags.writeable) for one in packed.host]
+
+
+def _queue(work: Work) -> None:
+    """Make the driver's call, after what other libraries have queued on their arrays among the arguments."""
+    function, config, queue, packed, touches = work
+    device = queue.device
+    driver = device._driver
+    with device.current():
+        for stream in packed.streams:
+            if stream != queue.handle:
+                queue.follow(Queue(stream, device, None))
+        driver.launch(function, config, queue.handle, packed, touches)
+        if packed.host and isinstance(driver, SupportsHostFunctions):
+            # The driver keeps this until the kernel has run, and with it the arrays.
+            driver.launch_host_function(queue.handle, partial(_let_go, packed.host))
 
 
 def _let_go(_arrays: object) -> None:

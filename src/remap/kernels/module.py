@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 from remap.drivers.protocol import SupportsModules
-from remap.errors import CudaResult, DriverError, InUseError, driver_error
+from remap.errors import CudaResult, DriverError, driver_error
 from remap.kernels import nvrtc
 from remap.kernels.compile import architecture_for
 from remap.kernels.compile import compile as compile_source
 from remap.kernels.image import Entry, Image, ImageKind, Parameter, unmangled
 from remap.kernels.launch import Kernel
 from remap.kernels.params import parse_parameters
+from remap.launches import launches
 from remap.lifetime import Description, Release, Resource, Step
 from remap.locations import Device, DeviceLike, in_context
 from remap.locations import device as find_device
 from remap.streams import Uses, as_stream
+from remap.types import Location
 
 
 def load(what: Image | str | os.PathLike[str], *, device: DeviceLike | None = None) -> Module:
@@ -48,7 +50,7 @@ class Module(Resource):
     Closing waits for the kernels that were launched from it, then unloads the code.
     """
 
-    __slots__ = ("_busy", "_default", "_handle", "_kernels", "_uses", "device", "image")
+    __slots__ = ("_default", "_handle", "_kernels", "_uses", "device", "image")
 
     kind: ClassVar[str] = "module"
 
@@ -56,7 +58,6 @@ class Module(Resource):
         self.device: Device = find_device(at)
         super().__init__(self.device._driver)
         self._kernels: dict[tuple[str, tuple[Parameter, ...] | None], Kernel] = {}
-        self._busy = 0  # launches that have begun and are not queued yet
         self._uses = Uses()
         self._default = as_stream(None, self.device)
         self._handle: int | None = None
@@ -171,9 +172,10 @@ class Module(Resource):
         )
 
     def _check_closable(self) -> None:
-        if self._busy:
-            rule = f"{self._busy} launches from it are under way in other threads"
-            raise InUseError(f"{self.describe()} to be closed", rule=rule, next_step="Let them end first")
+        launches.check_none(self._uses, self, "closed")
+
+    def _check_use(self, asked: str, place: Location) -> None:
+        self._check()
 
     def _detach(self) -> Release:
         wait = self._uses.waiter((self.device,), f"closing {self.describe()}")

@@ -20,6 +20,7 @@ import numpy as np
 
 from remap.arrays import DeviceArray
 from remap.errors import InvalidValueError, LaunchError
+from remap.kernels.again import Packed
 from remap.kernels.image import Parameter, ParameterType
 from remap.spans import Span
 
@@ -35,6 +36,7 @@ _SCALARS = {
     **{("f", size): code for size, code in _FLOATS.items()},
     ("b", 1): "?",
 }
+_NUMBERS: Any = (int, float, np.generic)
 _CTYPES: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData)
 _PLANS = 256  # combinations of argument types that one kernel remembers
 
@@ -134,6 +136,29 @@ class Packer:
         arguments.spans = plan.spans_of(given)
         self._look_at_others(plan, given, arguments)
         return arguments
+
+    def repeatable(
+        self, given: tuple[Any, ...], arguments: Arguments
+    ) -> tuple[list[int], list[Packed]] | None:
+        """Return the places of memory of ours among the arguments, and how the numbers among them are packed.
+
+        None where there is anything else, so that they cannot be packed again without being looked at.
+        """
+        plan = self._plans.get(tuple(map(type, given)))
+        if plan is None:
+            return None
+        places: list[int] = []
+        numbers: list[Packed] = []
+        for index, code in enumerate(plan.codes):
+            value = given[index]
+            if isinstance(value, Span) or (isinstance(value, DeviceArray) and isinstance(value.owner, Span)):
+                places.append(index)
+            elif isinstance(value, _NUMBERS) and len(code) == 1:
+                offset = arguments._start + plan.offsets[index]
+                numbers.append((index, type(value), struct.Struct(code), offset))
+            else:
+                return None
+        return places, numbers
 
     def _plan(self, given: tuple[Any, ...]) -> _Plan:
         parameters = self.parameters

@@ -16,21 +16,21 @@ from typing import Any, overload
 from remap import drivers
 from remap.drivers.protocol import Driver
 from remap.errors import AccessError, LaunchError
-from remap.kernels.again import Again, can_repeat, references_to
+from remap.kernels.again import Kept
 from remap.kernels.arguments import View, key_of, parameter_types
 from remap.kernels.built import image_for
 from remap.kernels.image import Image
-from remap.kernels.launch import Extent, Prepared
+from remap.kernels.launch import Extent, Prepared, Work
 from remap.kernels.loaded import Loaded
 from remap.kernels.reading import Source
 from remap.kernels.statements import type_kernel
 from remap.kernels.variant import Variant
-from remap.lifetime import watchers
+from remap.launches import launches
 from remap.locations import Device
 from remap.locations import device as find_device
 from remap.sizes import Size
-from remap.streams import Stream, StreamCalls, StreamLike, as_stream
-from remap.types import LaunchConfig, Touched
+from remap.streams import StreamCalls, StreamLike, as_stream
+from remap.types import Access, LaunchConfig, Touched
 
 
 class PythonKernel:
@@ -45,8 +45,7 @@ class PythonKernel:
         self._source: Source | None = None
         self._variants: dict[tuple[Any, ...], list[Variant]] = {}
         self._lock = threading.RLock()
-        self._again: dict[tuple[int, ...], Again] = {}
-        self._arrays_of: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
+        self._kept = Kept()
         _kernels.add(self)
 
     def __call__(self, *_: object, **__: object) -> None:
@@ -79,10 +78,10 @@ class PythonKernel:
         not belong to one thread; `AccessError`, `PausedError`, `InUseError`, `ClosedError` for memory that may not be
         used now. The host driver reports races and the like as `KernelError` at the next wait. Source: cuLaunchKernel.
         """
-        # A launch that is kept holds the driver's call itself, which a trace would not see: under one, none is used.
-        again = None if watchers else self._again.get((id(stream), *map(id, self._arrays_of(arguments))))
-        if again is not None and again.shape == (grid, block, shared, allow_overlap) and again.go(arguments):
+        shape = (len(arguments), grid, block, shared, allow_overlap)
+        if self._kept.again(arguments, stream, shape):
             return
+        checked = launches.stamp
         variants = self._variants.get(tuple(map(key_of, arguments)))
         variant = variants[0] if variants is not None else self._variant(arguments)
         if variant.looks_outside:
@@ -93,23 +92,21 @@ class PythonKernel:
         queue = loaded.module._default if stream is None else as_stream(stream, at)
         config = self._config(loaded, grid, block, shared)
         variant.check_arrays(views, arguments, at, allow_overlap)
-        touches: list[Touched] | None = None
-        function: Any = loaded.function
-        if function is None:
+        if loaded.function is None:
             function, packed, touches = variant.on_host(arguments, views, allow_overlap)
+            work = Work(function, config, queue, packed, touches)
         else:
-            packed = variant.pack(arguments, views)
+            work = Work(loaded.function, config, queue, variant.pack(arguments, views), None)
         kept = False
         try:
-            loaded.kernel._launch(function, config, queue, packed, touches)
-            known = stream is None or isinstance(stream, Stream)
-            if known and not watchers and not variant.looks_outside and not queue.transient:
-                shape = (grid, block, shared, allow_overlap)
-                make = partial(Again, loaded, shape, config, queue, packed, function, touches)
-                kept = self._keep(variant, arguments, stream, loaded, make)  # type: ignore[arg-type]
+            loaded.kernel._launch(work)
+            found = None if variant.looks_outside else variant.repeatable(arguments)
+            if found is not None:
+                shape = (len(arguments), _hashable(grid), _hashable(block), shared, allow_overlap)
+                kept = loaded.kernel._keep(self._kept, work, arguments, stream, shape, *found, checked)
         finally:
             if not kept:
-                packed.give_back()
+                work.packed.give_back()
 
     def _prepare(
         self, arguments: tuple[Any, ...], grid: Extent, block: Extent, shared: Size, at: Device
@@ -127,29 +124,6 @@ class PythonKernel:
         else:
             packed = variant.pack(arguments, views)
         return loaded.kernel._prepared(function, config, packed, touches)
-
-    def _keep(
-        self,
-        variant: Variant,
-        arguments: tuple[Any, ...],
-        stream: Stream | None,
-        loaded: Loaded,
-        make: Callable[..., Again],
-    ) -> bool:
-        """Keep a launch to be made again on the same arrays; return whether that can be."""
-        arrays = variant.arrays(arguments)
-        numbers = variant.numbers(arguments)
-        # On the host driver the numbers are in the function.
-        if not can_repeat(arrays) or numbers is None or (numbers and loaded.function is None):
-            return False
-        key = (id(stream), *map(id, arrays))
-        kept = self._again
-        references = references_to((stream, *arrays), lambda: kept.pop(key, None))
-        if len(kept) >= _KEPT:
-            kept.clear()
-        self._arrays_of = variant.arrays
-        kept[key] = make(numbers, references)
-        return True
 
     def _config(self, loaded: Loaded, grid: Extent, block: Extent, shared: Size) -> LaunchConfig:
         try:
@@ -195,7 +169,7 @@ class PythonKernel:
     def _leave(self, driver: Driver) -> None:
         """Close what is loaded on a driver that goes away."""
         with self._lock:
-            self._again.clear()
+            self._kept.clear()
             for variant in (one for several in self._variants.values() for one in several):
                 for at in [at for at in variant.loaded if at._driver is driver]:
                     variant.loaded.pop(at).module.close()
@@ -217,8 +191,6 @@ def kernel(function: Callable[..., object] | None = None, /, *, fma: bool = Fals
         return partial(PythonKernel, fma=fma)
     return PythonKernel(function, fma)
 
-
-_KEPT = 256  # launches that one kernel can make again without checks
 
 _kernels: weakref.WeakSet[PythonKernel] = weakref.WeakSet()
 
@@ -243,7 +215,7 @@ def _device_of(views: dict[int, View]) -> Device:
             raise AccessError(
                 "a launch",
                 rule=f"no device has access to {owner.describe()}",
-                next_step="Grant it with set_access",
+                next_step=owner._grant_step(find_device().location, Access.READ_WRITE),
             )
     return find_device()
 

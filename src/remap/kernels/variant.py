@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from remap.kernels.run import HostRun, Parts
 from remap.kernels.structures import alignment, as_record, describe_layout
 from remap.locations import Device
 from remap.ranges import Range
+from remap.spans import Span
 from remap.streams import StreamLike
 from remap.types import Access, Touched
 
@@ -57,9 +57,6 @@ class Variant:
             for index, (name, kind) in enumerate(kernel.parameters)
             if isinstance(kind, Array)
         ]
-        places = [index for index, _, _, _ in self._arrays]
-        self._pick = operator.itemgetter(*places) if len(places) > 1 else None
-        self._first = places[0] if places else None
         self.written = [index for index, _, written, _ in self._arrays if written]
         self._meets = bool(self.written)
         self._layout, self._offsets, self._rows = self._lay_out()
@@ -99,15 +96,6 @@ class Variant:
         return found
 
     # -- checks --
-
-    def arrays(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the array arguments; nothing where there are too few arguments."""
-        try:
-            if self._pick is not None:
-                return self._pick(arguments)  # type: ignore[no-any-return]
-            return () if self._first is None else (arguments[self._first],)
-        except IndexError:
-            return ()
 
     def views(self, arguments: tuple[Any, ...], stream: StreamLike | None) -> dict[int, View]:
         """Return the array arguments by their places."""
@@ -172,11 +160,14 @@ class Variant:
         name = self.kernel.parameters[index][0][2:]
         if view.owner is not None:
             view.owner._check()
-        what = "the array" if view.owner is None else str(view.owner.describe())
+        what, step = "the array", "Pass one that may be written"
+        if view.owner is not None:
+            what = str(view.owner.describe())
+            step = view.owner._grant_step(at.location, Access.READ_WRITE)
         raise AccessError(
             f"{self.asked}, argument {name!r}",
             rule=f"a DisjointSlice is written, and {at} may not write to {what}",
-            next_step="Grant the access, or annotate the parameter as remap.Slice",
+            next_step=f"{step}; or annotate the parameter as remap.Slice, if it is only read",
         )
 
     def _width_checks(self) -> list[tuple[int, Callable[..., int]]]:
@@ -204,9 +195,15 @@ class Variant:
 
     # -- passing --
 
-    def numbers(self, arguments: tuple[Any, ...]) -> list[Packed] | None:
-        """Return how the numbers among the arguments are packed; None where anything else goes by value."""
+    def repeatable(self, arguments: tuple[Any, ...]) -> tuple[list[int], list[Packed]] | None:
+        """Return the places of the arrays among the arguments, and how the numbers among them are packed.
+
+        None where an array is not ours, or anything but a number goes by value.
+        """
         found: list[Packed] = []
+        places = [index for index, _, _, _ in self._arrays]
+        if not all(isinstance(getattr(arguments[one], "owner", None), Span) for one in places):
+            return None
         start, value = 8 * len(self._offsets), 0  # pointers first, then values
         for index, (_, kind) in enumerate(self.kernel.parameters):
             if isinstance(kind, Array):
@@ -218,7 +215,7 @@ class Variant:
             given: Any = arguments[index]
             found.append((index, given.__class__, layout, start + self._offsets[value]))
             value += 1
-        return found
+        return places, found
 
     def _lay_out(self) -> tuple[str, list[int], list[tuple[int, int, str]]]:
         """Return the layout of all values for `struct`, where each begins, and (offset, size, what) for people."""

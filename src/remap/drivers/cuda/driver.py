@@ -18,6 +18,7 @@ from remap.drivers.cuda.memory import MemoryCalls
 from remap.drivers.cuda.multicast import MulticastCalls
 from remap.drivers.cuda.pinned import PinnedCalls
 from remap.drivers.cuda.pools import PoolCalls
+from remap.drivers.cuda.repeats import RepeatCalls
 from remap.drivers.cuda.shared_events import SharedEventCalls
 from remap.drivers.cuda.work import WorkCalls
 from remap.errors import ForkedError
@@ -37,6 +38,7 @@ class CudaDriver(
     GraphCalls,
     GraphMemoryCalls,
     CaptureCalls,
+    RepeatCalls,
 ):
     """The driver of NVIDIA GPUs, through `cuda.bindings.driver`.
 

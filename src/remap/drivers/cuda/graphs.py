@@ -215,8 +215,7 @@ class GraphCalls:
     def graph_launch(self, executable: int, stream: int) -> None:
         (err,) = cuda.cuGraphLaunch(executable, stream)
         if err:
-            rule = "what an earlier launch allocated must have been freed" if err == _INVALID_VALUE else ""
-            raise failure("cuGraphLaunch", err, asked="launch a graph", rule=rule)
+            raise graph_launch_failed(err)
 
     def graph_upload(self, executable: int, stream: int) -> None:
         (err,) = cuda.cuGraphUpload(executable, stream)
@@ -237,7 +236,13 @@ class GraphCalls:
             raise failure("cuGraphExecDestroy", err, asked="destroy an executable graph")
 
 
-_INVALID_VALUE = CudaResult.INVALID_VALUE
+def graph_launch_failed(err: Any) -> DriverError:
+    """Return the error for the launch of a graph that failed."""
+    known = err == CudaResult.INVALID_VALUE
+    rule = "what an earlier launch allocated must have been freed" if known else ""
+    return failure("cuGraphLaunch", err, asked="launch a graph", rule=rule)
+
+
 _WHY_NO_MEMORY = "the whole range must be memory that the current device can use so"
 
 

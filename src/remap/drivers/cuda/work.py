@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from remap.drivers.cuda.bindings import cuda, failure
-from remap.errors import CudaResult, driver_error
+from remap.errors import CudaResult, DriverError, driver_error
 from remap.types import LaunchConfig, PackedArguments, Touched
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -228,8 +229,12 @@ class WorkCalls:
             function, x, y, z, width, height, depth, config.shared_bytes, stream, arguments.pointers, 0
         )
         if err:
-            asked = f"launch {config.grid} blocks of {config.block} threads"
-            raise failure("cuLaunchKernel", err, asked=asked)
+            raise launch_failed(config, err)
+
+
+def launch_failed(config: LaunchConfig, err: Any) -> DriverError:
+    """Return the error for a launch that failed."""
+    return failure("cuLaunchKernel", err, asked=f"launch {config.grid} blocks of {config.block} threads")
 
 
 _BINARY_MAGICS = (b"\x7fELF", b"\x50\xed\x55\xba")

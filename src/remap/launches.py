@@ -1,0 +1,150 @@
+"""Launches: work that uses several things at once, and is queued again and again at about the driver's price.
+
+What a launch needs is much: buffers that are open, backed, within reach and not being taken away, a module and a stream
+that live. Whoever changes any of that puts a new stamp in place (`launches.renew`), so that a launch which finds the
+stamp of its last look has nothing to look at.
+
+A launch and somebody who takes memory away may meet. The launch says first what it uses, and looks at the stamp then;
+the other one renews the stamp first, and looks then who uses it (`launches.check_none`). So one of them sees the other:
+the launch looks again, and is refused, or the other one is. That takes no lock. Rejected: counting uses under the
+driver's lock, which a launch would take twice; and holding it throughout, as a launch waits where its stream is full.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+from remap.errors import InUseError
+from remap.lifetime import Resource, captures_running
+from remap.types import Location
+
+
+class Usable(Protocol):
+    """What a launch uses: memory, a module, an executable graph."""
+
+    @property
+    def _uses(self) -> Any:
+        """The queued work that may still use it (`streams.Uses`)."""
+        ...
+
+    def _check_use(self, asked: str, place: Location) -> None:
+        """Raise if the device at `place` cannot use it now; the caller holds the driver's lock."""
+        ...
+
+
+class Launches:
+    """What is being launched at this moment, and the stamp that changes when launches have to look again."""
+
+    __slots__ = ("stamp", "under_way")
+
+    def __init__(self) -> None:
+        self.stamp: object = object()
+        self.under_way: dict[object, Sequence[object]] = {}
+
+    def renew(self) -> None:
+        """Let every launch look again, when something that it looks at has changed."""
+        self.stamp = object()
+
+    def check_none(self, held: object, thing: Resource, doing: str) -> None:
+        """Let launches look again, and raise `InUseError` if one that uses `thing` is under way.
+
+        The caller holds the driver's lock, and when it lets go of that, `thing` says that nobody may use it: it is
+        closed, or taken. `held` is how launches name it: its `_uses`, or a stream. `doing` is a past participle.
+        """
+        self.renew()
+        if any(held is one for several in list(self.under_way.values()) for one in several):
+            raise InUseError(
+                f"{thing.describe()} to be {doing}",
+                rule="a launch that uses it is under way in another thread",
+                next_step="Let that end first",
+            )
+
+    def _forget(self) -> None:
+        self.under_way = {}
+        self.renew()
+
+
+launches = Launches()
+# Launches of other threads have not come along into a forked child; those of this one are refused there.
+os.register_at_fork(after_in_child=launches._forget)
+
+
+class Repeat:
+    """A launch on one stream, which can be made again and again: `go` does it.
+
+    `call` is what queues it, in whatever context is current. Everything that the launch uses is kept from being taken
+    away meanwhile; closing it and the like wait from then on until the stream has passed (invariant 7).
+    """
+
+    __slots__ = ("_asked", "_call", "_held", "_noted", "_seen", "_things", "_uses", "queue")
+
+    def __init__(self, things: Sequence[Usable], queue: Any, asked: str, call: Callable[[], None]) -> None:
+        self.queue = queue
+        # Weakly: who launches holds what is launched on, and a launch that is kept for later must not.
+        self._things = [ref(thing) for thing in things]
+        self._uses = [thing._uses for thing in things]
+        self._held = self._uses if queue.owner is None else [*self._uses, queue.owner]
+        self._asked = asked
+        self._call = call
+        # The stamps at which everything was looked at, and at which the stream was noted everywhere.
+        self._seen: object = None
+        self._noted: object = None
+
+    def go(self) -> None:
+        """Launch; raises what is wrong with anything that it uses, and nothing was launched then."""
+        token = object()  # of this call: other threads may be in it, too
+        try:
+            launches.under_way[token] = self._held
+            if self._seen is not launches.stamp:
+                self._look()
+            self._call()
+            if self._noted is not launches.stamp:
+                self._note()
+        finally:
+            launches.under_way.pop(token, None)
+
+    def _look(self) -> None:
+        queue = self.queue
+        if isinstance(queue.owner, Resource):
+            queue.owner._check()
+        things = [thing for one in self._things if (thing := one()) is not None]
+        with queue.device._driver.lock:
+            stamp = launches.stamp
+            check_uses(things, queue.device.location, self._asked)
+        joined = False
+        for thing in things:
+            arriving = getattr(
+                thing, "_arriving", None
+            )  # another thread drops it when everything has arrived
+            if arriving is not None:
+                with queue.device.current():
+                    arriving.join(queue)
+                joined = True
+        # Streams are in order, so that they join once; but what a capture has joined is the graph.
+        if not (joined and captures_running()):
+            self._seen = stamp
+
+    def _note(self) -> None:
+        """Note the stream as one that uses all of it.
+
+        A wait that forgets it meanwhile renews the stamp before it waits. So either that is seen here, or the wait
+        began after the launch, and what was noted before is waited for.
+        """
+        while True:
+            stamp = launches.stamp
+            for uses in self._uses:
+                uses.add(self.queue)
+            if self.queue.transient:  # each launch has to be noted by itself
+                return
+            if stamp is launches.stamp:
+                self._noted = stamp
+                return
+
+
+def check_uses(things: Iterable[Usable], place: Location, asked: str) -> None:
+    """Raise if the device at `place` cannot use one of these now; the caller holds the driver's lock."""
+    for thing in things:
+        thing._check_use(asked, place)
