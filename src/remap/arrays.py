@@ -79,6 +79,7 @@ class DeviceArray:
     def address(self) -> int:
         """The address of the first element. Reading it lets the address escape, as a span's does."""
         self.owner._check()
+        self.owner._await_mapping()
         self.owner._uses.escaped = True
         return self.owner._address + self.offset
 
@@ -223,6 +224,7 @@ class DeviceArray:
         """
         owner = self.owner
         owner._check()
+        owner._await_mapping()  # before the lock is taken, and before it says which streams are behind it
         users = owner.accessing
         if not users:
             raise AttributeError("no device has access to this memory, so it has no __cuda_array_interface__")
@@ -263,6 +265,7 @@ class DeviceArray:
         the CPU may not look. Raises `ExportError`, which is a `BufferError`.
         """
         _check_dlpack_type(self.dtype)
+        self.owner._await_mapping()
         places = self._dlpack_places()
         wanted = dl_device or (places[0] if places else None)
         cpu = (dlpack.CPU, 0)

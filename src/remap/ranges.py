@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from remap.errors import AccessError, InUseError, InvalidValueError
+from remap.errors import AccessError, InUseError, InvalidValueError, PausedError
 from remap.launches import launches
 from remap.lifetime import Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
@@ -38,6 +38,18 @@ class Arriving(Protocol):
         ...
 
 
+class Coming(Protocol):
+    """Memory that another thread is still mapping into a range."""
+
+    def wait(self) -> None:
+        """Wait on the host until all of it is mapped; raises `PausedError` if that has failed."""
+        ...
+
+    def leave(self) -> None:
+        """Map nothing more into the range, which goes."""
+        ...
+
+
 class Range(Resource):
     """Mapped addresses with access rights and the uses that are made of them; `Span` adds what can be done there."""
 
@@ -57,6 +69,8 @@ class Range(Resource):
     _views: set[int] | None = None
     # Copies still on their way into the memory (an ordered resume): `join(queue)` lets a stream wait for them.
     _arriving: Arriving | None = None
+    # Memory that the same resume still has to map. Uses on streams wait in `join`, what else needs it waits for all.
+    _coming: Coming | None = None
 
     # -- what it is --
 
@@ -68,6 +82,7 @@ class Range(Resource):
         contexts of all accessing devices unless `after=` says otherwise (invariant 7).
         """
         self._check()
+        self._await_mapping()
         self._uses.escaped = True
         return self._address
 
@@ -113,6 +128,7 @@ class Range(Resource):
         grants = parse_access(access)
         if not grants:
             raise InvalidValueError("a change of access that names no location", rule="name at least one")
+        self._await_mapping()
         order = list(Access)
         losing = [place for place, right in grants if order.index(right) < order.index(self._right(place))]
         if not losing:
@@ -149,6 +165,7 @@ class Range(Resource):
         """Return the right of a location at the first address, asking the driver. Source: cuMemGetAccess."""
         self._check()
         self._check_backed("get_access")
+        self._await_mapping()
         found: Access = self._driver.get_access(self._address, location(where))
         return found
 
@@ -237,7 +254,15 @@ class Range(Resource):
             with self._driver.lock:
                 self._busy -= 1
 
+    def _await_mapping(self) -> None:
+        """Wait on the host while an ordered resume still maps a part of it; the caller holds no lock."""
+        coming = self._coming  # read once: another thread drops it when everything is mapped
+        if coming is not None:
+            self._check()
+            coming.wait()
+
     def _wait_for_work(self, asked: str) -> None:
+        self._await_mapping()
         if self._known_uses:
             self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
 
@@ -299,6 +324,9 @@ class Range(Resource):
         event to wait for instead, or None: the caller's promise that there is no such work. Raises `InUseError`,
         and stays open, while arrays of other libraries view it or a stream to be waited for is being captured.
         """
+        if self._coming is not None and self._open:
+            with suppress(PausedError):  # what has not come back goes, too
+                self._await_mapping()
         release = self._begin_close()
         if release is None:
             return

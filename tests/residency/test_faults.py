@@ -41,6 +41,9 @@ ABSORBED = {
 }
 
 
+TRIED_AGAIN = {"map", "set_access", "copy_to_device", "record_event"}
+"""Calls of the thread that goes on with an ordered resume: closing that one makes them again."""
+
 CLEAN_UP = {"unmap", "release", "free_range", "destroy_event", "destroy_stream", "push_context"}
 """Calls that a move makes when it cannot be taken back any more."""
 
@@ -144,10 +147,11 @@ def test_any_call_may_fail(stage: Stage, move: Move, tmp_path: Path) -> None:
                     assert [one.generation for one in buffers] == [old[0] + 1 for old in before]
                     if move.name.startswith(("pause", "migrate")):
                         assert any("all the same" in note for note in error.__notes__)
-                    if move.name.startswith("migrate"):
+                    if move.name.startswith(("migrate", "resume_in_order")):
                         clean_up(stage, mark, buffers)
             elif refused:
-                assert set(refused) <= ABSORBED, f"{move.name} took no notice that {refused} failed"
+                absorbed = ABSORBED | TRIED_AGAIN if move.name == "resume_in_order" else ABSORBED
+                assert set(refused) <= absorbed, f"{move.name} took no notice that {refused} failed"
             failed += refused
             remap.resume(buffers)
             buffers[1].set_access({0: "rw"})

@@ -7,7 +7,7 @@ unmapping, and nothing can be released twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from remap import drivers
@@ -89,6 +89,7 @@ class Buffer(Span):
         none while the buffer is paused.
         """
         self._check()
+        self._await_mapping()
         self._uses.escaped = True
         return () if self._paused else tuple(self._chunks)
 
@@ -105,6 +106,7 @@ class Buffer(Span):
         self._check()
         if not self._chunks or self._paused:
             return self.properties
+        self._await_mapping()
         driver = self._driver
         with driver.lock:
             handle = driver.retain(self._chunks[0].address)
@@ -132,10 +134,14 @@ class Buffer(Span):
         for address, size in runs(self._chunks):
             self._driver.unmap(address, size)
 
-    def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
-        """Map new memory for `chunks`, with the buffer's rights; `rollback` unmaps it if its block fails."""
-        for chunk in chunks:
-            map_new(self._driver, chunk.address, chunk.size, self.properties.at(chunk.location), rollback)
+    def _map_chunks(self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback) -> None:
+        """Map allocations for `chunks`, with the buffer's rights; `rollback` unmaps them if its block fails.
+
+        The caller releases the handles.
+        """
+        for chunk, handle in zip(chunks, handles, strict=True):
+            rollback.undo(self._driver.unmap, chunk.address, chunk.size)
+            self._driver.map(chunk.address, chunk.size, handle)
         grants = tuple(self._rights.items())
         if grants:
             for address, size in runs(chunks):
@@ -169,6 +175,8 @@ class Buffer(Span):
         # The backup of a buffer that is collected unclosed queues itself.
         if release is not None and self._backup is not None:
             release.steps.append((self._backup.drop, ()))
+        if release is not None and self._coming is not None:
+            release.steps.insert(0, (self._coming.leave, ()))
         return release
 
     def _detach(self) -> Release:
@@ -251,14 +259,6 @@ def create_mapped(driver: Any, address: int, size: int, properties: AllocationPr
     except BaseException as error:
         undo(error, driver.unmap, address, size)
         raise
-
-
-def map_new(
-    driver: Any, address: int, size: int, properties: AllocationProperties, rollback: Rollback
-) -> None:
-    """Map a new allocation at an address, for as long as the block of `rollback` does not fail."""
-    rollback.undo(driver.unmap, address, size)
-    create_mapped(driver, address, size, properties)
 
 
 def runs(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:

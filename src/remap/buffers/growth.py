@@ -339,8 +339,8 @@ class GrowingBuffer(ChangingBuffer):
         self._supply.moved(self._chunks)
         super()._changed()
 
-    def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
-        super()._map_chunks(chunks, rollback)
+    def _map_chunks(self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback) -> None:
+        super()._map_chunks(chunks, handles, rollback)
         self._supply.gained(chunks)
         rollback.undo(self._supply.lose, chunks)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap import drivers
-from remap.buffers.base import Buffer, map_new
+from remap.buffers.base import Buffer
 from remap.buffers.placement import Placement, place
 from remap.errors import AccessError, InvalidValueError
-from remap.handles import parse_alignment, reserve_range
+from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Rollback, drain, queued, undo
 from remap.locations import AccessLike, LocationLike, parse_access
 from remap.sizes import Size, format_size, parse_size, round_up
@@ -73,7 +73,11 @@ class RingBuffer(Buffer):
             self._chunks = [Chunk(self._address, size, self.properties.location)]
             try:
                 with Rollback() as rollback:
-                    self._map_chunks(self._chunks, rollback)
+                    handle = create_handle(driver, size, self.properties)
+                    try:
+                        self._map_chunks(self._chunks, [handle], rollback)
+                    finally:
+                        driver.release(handle)
             except BaseException as error:
                 undo(error, driver.free_range, self._address, self._reserved)
                 raise
@@ -221,16 +225,12 @@ class RingBuffer(Buffer):
             for at, size, place in tuple(self._chunks)
         )
 
-    def _map_chunks(self, chunks: list[Chunk], rollback: Rollback) -> None:
+    def _map_chunks(self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback) -> None:
         driver, ring = self._driver, self._size
-        for chunk in chunks:
-            map_new(driver, chunk.address, chunk.size, self.properties.at(chunk.location), rollback)
-            handle = driver.retain(chunk.address)
-            try:
-                rollback.undo(driver.unmap, chunk.address + ring, chunk.size)
-                driver.map(chunk.address + ring, chunk.size, handle)
-            finally:
-                driver.release(handle)
+        for chunk, handle in zip(chunks, handles, strict=True):
+            for view in (0, ring):
+                rollback.undo(driver.unmap, chunk.address + view, chunk.size)
+                driver.map(chunk.address + view, chunk.size, handle)
             for view, rights in ((0, self._rights), (ring, self._second)):
                 grants: Grants = tuple((place, right) for place, right in rights.items() if right.readable)
                 if grants:

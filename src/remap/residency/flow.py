@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
+from remap.buffers.base import Buffer
 from remap.errors import RemapError
 from remap.lifetime import Release, Step, undo
-from remap.locations import Device, in_context
+from remap.locations import Device, device, in_context
 from remap.residency.arenas import Extent
 from remap.residency.results import Progress
-from remap.types import Access
+from remap.types import Access, Location
 
 
 class Flow:
@@ -88,6 +89,11 @@ class Flow:
         """Make a call when the copies are done, whether the block succeeds or not."""
         self._later.append((call, arguments))
 
+    def wait(self) -> None:
+        """Wait for all that is queued now."""
+        for at, lane in self.lanes:
+            in_context(at, self._driver.synchronize_stream, lane)
+
     def finish(self) -> None:
         """Wait for all copies, and for what was to follow them."""
         while self._marks:
@@ -95,9 +101,7 @@ class Flow:
             with at.current():
                 self._driver.synchronize_event(event)
             self._report()
-        for at, lane in self.lanes:
-            with at.current():
-                self._driver.synchronize_stream(lane)
+        self.wait()
         while self._later:
             call, arguments = self._later.pop()
             call(*arguments)
@@ -108,13 +112,18 @@ class Flow:
         if self._progress is not None and size:
             self._progress(self.done, self.total)
 
-    def give_away(self) -> list[tuple[Device, int]]:
-        """Return the streams with what is queued on them: whoever takes them waits for it, and destroys them."""
+    def hand_over(self) -> Flow:
+        """Return another flow with the streams and what is queued on them; whoever takes it waits and destroys them."""
         if self._later:
             self.finish()
-        lanes = self.lanes
-        self._lanes.clear()
-        return lanes
+        taken = Flow(self._driver, self.total, None, self._count)
+        taken._lanes, taken._devices = self._lanes, self._devices
+        self.forget()
+        return taken
+
+    def forget(self) -> None:
+        """Let go of the streams, which others destroy."""
+        self._lanes = {}
 
     def close(self) -> None:
         """Destroy the streams, whose work is done."""
@@ -196,3 +205,20 @@ def window_on(driver: Any, address: int, size: int, at: Device) -> Window:
         undo(error, window.close)
         raise
     return window
+
+
+def actor(buffer: Buffer, place: Location, *, writes: bool) -> Device | None:
+    """Return the device that copies a chunk at `place`: the one that holds it, or another that has the right."""
+    fitting = [
+        who
+        for who, right in buffer._rights.items()
+        if who.is_device and (right.writable if writes else right.readable)
+    ]
+    if not fitting:
+        return None
+    return device(place.index if place in fitting else fitting[0].index)
+
+
+def near(place: Location) -> Device:
+    """Return a device that reaches memory at a place: the one that holds it, the fastest for host memory."""
+    return device(place.index) if place.is_device else device()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,12 +150,17 @@ class HostPool:
 
     def give(self, extent: Extent, keep: bool) -> None:
         """Take an extent back; its slabs go back to the machine in the background, unless they are to be kept."""
+        self.give_all([extent], keep)
+
+    def give_all(self, extents: Iterable[Extent], keep: bool) -> None:
+        """Take extents back as `give` does, and decide once for all of them what goes."""
         with self._lock:
-            extent.arena.free(extent)
-            self._used -= extent.size
-            for slab in extent.slabs:
-                slab.users -= 1
-                slab.kept = keep
+            for extent in extents:
+                extent.arena.free(extent)
+                self._used -= extent.size
+                for slab in extent.slabs:
+                    slab.users -= 1
+                    slab.kept = keep
             self._shed()
 
     def close(self) -> None:

@@ -14,12 +14,11 @@ from remap.handles import create_handle
 from remap.lifetime import Rollback, Step, drain
 from remap.locations import Device, LocationLike, device, location
 from remap.ranges import Chunk
-from remap.residency.flow import Flow, Window
+from remap.residency.flow import Flow, Window, actor
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.targets import (
     Targets,
-    actor,
     announce,
     chosen,
     free_memory,

@@ -16,20 +16,18 @@ from remap.errors import InvalidValueError, PausedError, RemapError
 from remap.lifetime import Rollback, drain
 from remap.locations import device
 from remap.residency.disk import DiskFile, backup_directory, check_space
-from remap.residency.flow import Flow, window_on
+from remap.residency.flow import Flow, actor, near, window_on
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.stores import Asleep, FileJobs, Keep, asleep
 from remap.residency.targets import (
     Targets,
-    actor,
     announce,
     chosen,
     free_memory,
     free_memory_now,
     growth,
     held,
-    near,
     wait,
 )
 from remap.streams import After, Known

@@ -7,27 +7,18 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Literal, overload
 
 from remap import drivers
-from remap.buffers.base import POISON, Buffer
+from remap.buffers.base import Buffer
 from remap.errors import InvalidValueError, OutOfMemoryError
 from remap.lifetime import Rollback, drain
-from remap.locations import Device
+from remap.locations import in_context
 from remap.ranges import Chunk
-from remap.residency.flow import Flow, window_on
+from remap.residency.feed import Portion
+from remap.residency.flow import Flow
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
-from remap.residency.stores import Asleep, FileJobs, asleep
-from remap.residency.targets import (
-    Targets,
-    actor,
-    announce,
-    chosen,
-    free_memory,
-    free_memory_now,
-    growth,
-    held,
-    near,
-)
-from remap.residency.waking import Mark, Waking
+from remap.residency.stores import Asleep, FileJobs, asleep, drop_all
+from remap.residency.targets import Targets, announce, chosen, free_memory, free_memory_now, growth, held
+from remap.residency.waking import Arrival, Waking
 from remap.sizes import MiB
 
 _AT_ONCE = 64 * MiB
@@ -89,9 +80,10 @@ def resume(
     resumed later; `wait` seconds are waited for others to give memory back, before that. The same holds for every
     other failure.
 
-    `order` names the buffers that are needed first. With `events=True` it returns a `Waking` as soon as everything is
-    mapped and the copies are queued: each use through remap then waits for the chunks it touches, `Waking.events` has
-    an event for each chunk, and closing it waits for the rest. What is read from a file has arrived by then.
+    `order` names the buffers that are needed first. With `events=True` it creates all memory, maps what is needed first
+    and queues its copies, and returns a `Waking`: a thread maps and queues the rest, each use through remap waits for
+    the chunks it touches, `Waking.events` has an event for each chunk, and closing it waits for the rest. Buffers whose
+    addresses were given away are mapped before it returns, and what is read from a file has arrived.
     """
     start = time.perf_counter()
     drain()
@@ -106,6 +98,8 @@ def resume(
     plans = _ordered(chosen(buffers, None), order or ())
     for buffer in plans:
         buffer._check()
+        if isinstance(buffer._arriving, Arrival):
+            buffer._arriving.waking.go_on()
     deadline = start + wait
     pause = 0.001
     while True:
@@ -154,80 +148,89 @@ def _wake(
             figures.held + figures.leaving, figures.notes,
         )  # fmt: skip
 
-    marks: list[Mark] = []
     with Rollback() as rollback:
+        portions: list[Portion] = []
+        for buffer, backup in zip(buffers, backups, strict=True):
+            if backup.stale:
+                with driver.lock:
+                    buffer._unmap_chunks()
+                    backup.stale = False
+            portions += _portions(buffer, backup)
         # One stream brings the chunks in the order of use; two leave no gap between them.
         with Flow(driver, total, progress, lanes=1 if events else 2) as flow:
             jobs = FileJobs(driver, pool, flow, out=False)
-            for buffer, backup in zip(buffers, backups, strict=True):
-                _bring(driver, buffer, backup, flow, jobs, rollback, marks if events else None, poison)
+            if events:
+                for portion in portions:
+                    _prepare(driver, portion, flow, rollback, poison)
+            for portion in portions[: _at_first(portions)] if events else portions:
+                if not events:  # beside the copies of those before it
+                    _create(driver, portion, rollback)
+                portion.bring(driver, flow, jobs, rollback, poison)
+                portion.release(driver)
+                portion.done = True
             jobs.run(keep_host)
             if not events:
                 flow.finish()
-            lanes = flow.give_away() if events else []
-        with driver.lock:  # nothing can fail any more
-            for buffer in buffers:
-                buffer._paused = ""
-                buffer._backup = None
-    if events:
-        return Waking(driver, lanes, marks, backups, keep_host, measure)
-    for backup in backups:
-        backup.drop(keep_host)
-    return measure()
+            rollback.undo(_put_to_sleep, buffers, backups)
+            waking: Waking | None = None
+            with driver.lock:  # nothing can fail any more
+                for buffer in buffers:
+                    buffer._paused = ""
+                    buffer._backup = None
+            if events:
+                rest = flow.hand_over()
+                rollback.undo(rest.close)
+                rollback.undo(rest.wait)
+                waking = Waking(driver, rest, portions, backups, keep_host, poison, measure)
+    if waking is not None:
+        waking._start()
+        return waking
+    # Before memory goes back in the background: that would hold up what is asked of the driver.
+    moved = measure()
+    drop_all(backups, keep_host)
+    return moved
 
 
-def _bring(
-    driver: Any,
-    buffer: Buffer,
-    backup: Asleep,
-    flow: Flow,
-    jobs: FileJobs,
-    rollback: Rollback,
-    marks: list[Mark] | None,
-    poison: bool,
-) -> None:
-    """Map one buffer, and queue the copies into it as soon as there is something to copy into."""
-    if backup.stale:
-        with driver.lock:
-            buffer._unmap_chunks()
-            backup.stale = False
+def _portions(buffer: Buffer, backup: Asleep) -> list[Portion]:
+    """Return a buffer in portions, in order."""
+    found: list[Portion] = []
     offset = 0
     for some in _slices(buffer._chunks):
-        with driver.lock:
-            buffer._map_chunks(some, rollback)
-        if backup.keep is None and not poison:
-            continue
-        for chunk in some:
-            at, target = _target(flow, driver, buffer, chunk)
-            if backup.file is not None:
-                jobs.add(at, target, backup.file, offset, chunk.size)
-            else:
-                if backup.extent is not None:
-                    lane = flow.into(at, target, chunk.size, backup.extent, offset)
-                else:
-                    lane = flow.fill(at, target, chunk.size, POISON)
-                if marks is not None:
-                    marks.append(_mark(driver, buffer, chunk, at, lane, rollback))
-            offset += chunk.size
+        found.append(Portion(buffer, backup, some, offset))
+        offset += sum(chunk.size for chunk in some)
+    return found
 
 
-def _mark(driver: Any, buffer: Buffer, chunk: Chunk, at: Device, lane: int, rollback: Rollback) -> Mark:
-    with at.current():
-        event: int = driver.create_event()
-        rollback.undo(driver.destroy_event, event)
-        driver.record_event(event, lane)
-    return Mark(buffer, chunk, at, lane, event)
+def _create(driver: Any, portion: Portion, rollback: Rollback) -> None:
+    rollback.undo(portion.release, driver)
+    portion.create(driver)
 
 
-def _target(flow: Flow, driver: Any, buffer: Buffer, chunk: Chunk) -> tuple[Device, int]:
-    """Return the device that copies a chunk in, and the address at which it writes it."""
-    at = actor(buffer, chunk.location, writes=True)
-    if at is not None:
-        return at, chunk.address
-    at = near(chunk.location)
-    window = window_on(driver, chunk.address, chunk.size, at)
-    flow.afterwards(window.close)
-    return at, window.address
+def _prepare(driver: Any, portion: Portion, flow: Flow, rollback: Rollback, poison: bool) -> None:
+    """Take all that a portion needs and may not get: memory, a stream, and an event for each chunk."""
+    _create(driver, portion, rollback)
+    if portion.backup.file is not None or (portion.backup.keep is None and not poison):
+        return
+    for chunk in portion.chunks:
+        at = portion.copier(chunk)
+        flow.lane(at)
+        with at.current():
+            event: int = driver.create_event()
+        rollback.undo(in_context, at, driver.destroy_event, event)
+        portion.events.append(event)
+
+
+def _at_first(portions: Sequence[Portion]) -> int:
+    """Return how many portions an ordered resume brings before it returns: the first, and what is needed at once."""
+    needed = [index for index, portion in enumerate(portions) if portion.needed_at_once]
+    return max([1, *[index + 1 for index in needed]])
+
+
+def _put_to_sleep(buffers: Iterable[Buffer], backups: Iterable[Asleep]) -> None:
+    """Take back that buffers are awake, for an interrupt in the middle of saying so."""
+    for buffer, backup in zip(buffers, backups, strict=True):
+        buffer._paused, buffer._backup = backup.told, backup
+        buffer._arriving = buffer._coming = None
 
 
 def _slices(chunks: Iterable[Chunk]) -> Generator[list[Chunk]]:

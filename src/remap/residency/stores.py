@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
@@ -77,6 +77,21 @@ class Asleep:
             rule="the buffer was paused with keep=None, and its contents were given up",
             next_step='Pause with keep="host" to change it while it sleeps',
         )
+
+
+def drop_all(backups: Iterable[Asleep], keep_host: bool) -> None:
+    """Give several backups back at once: one by one, each would be looked for in the pool and begin a thread."""
+    extents: list[Extent] = []
+    files: list[DiskFile] = []
+    for backup in backups:
+        if backup.extent is not None:
+            extents.append(backup.extent)
+        if backup.file is not None:
+            files.append(backup.file)
+        backup.extent = backup.file = None
+    for pool in dict.fromkeys(extent.pool for extent in extents):
+        pool.give_all([extent for extent in extents if extent.pool is pool], keep_host)
+    Release(0, [(file.close, ()) for file in files]).run()
 
 
 def asleep(buffer: Buffer) -> Asleep:

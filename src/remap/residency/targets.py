@@ -10,7 +10,7 @@ from remap.arrays import DeviceArray
 from remap.buffers.base import Buffer
 from remap.errors import InUseError, InvalidValueError, RemapError
 from remap.lifetime import Resource
-from remap.locations import Device, device
+from remap.locations import device
 from remap.residency.stores import Keep
 from remap.residency.tags import Group, known
 from remap.residency.waking import Arrival
@@ -101,23 +101,6 @@ def wait(buffers: Iterable[Buffer], after: After, doing: str) -> None:
         wait_for_all(uses)
         return
     wait_after(after, device(), f"buffers to be {doing}")
-
-
-def actor(buffer: Buffer, place: Location, *, writes: bool) -> Device | None:
-    """Return the device that copies a chunk at `place`: the one that holds it, or another that has the right."""
-    fitting = [
-        who
-        for who, right in buffer._rights.items()
-        if who.is_device and (right.writable if writes else right.readable)
-    ]
-    if not fitting:
-        return None
-    return device(place.index if place in fitting else fitting[0].index)
-
-
-def near(place: Location) -> Device:
-    """Return a device that reaches memory at a place: the one that holds it, the fastest for host memory."""
-    return device(place.index) if place.is_device else device()
 
 
 def free_memory(buffers: Iterable[Buffer]) -> dict[Location, MemoryInfo]:

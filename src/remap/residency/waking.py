@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from remap.buffers.base import Buffer
+from remap.errors import InUseError
 from remap.lifetime import Description, Release, Resource, Step
 from remap.locations import Device, in_context
 from remap.ranges import Chunk
+from remap.residency.feed import Feed, Portion
+from remap.residency.flow import Flow
 from remap.residency.results import Moved
-from remap.residency.stores import Asleep
+from remap.residency.stores import Asleep, drop_all
 from remap.sizes import format_size
 from remap.streams import Event, Queue
 
 
 class ChunkEvent(Event):
-    """The event of one chunk: it has passed when the chunk's bytes are there. It lives as long as its `Waking`."""
+    """The event of one chunk: it has passed when the chunk's bytes are there. It lives as long as its `Waking`.
 
-    __slots__ = ("_waking", "buffer", "chunk")
+    Whoever waits for it waits on the host, too, until the chunk is mapped and its copy queued, which is a matter of
+    milliseconds; `PausedError` if that has failed. `handle` must be read after such a wait, or `await_queued`.
+    """
+
+    __slots__ = ("_portion", "_waking", "buffer", "chunk")
 
     kind: ClassVar[str] = "chunk event"
 
-    def __init__(self, waking: Waking, buffer: Buffer, chunk: Chunk, at: Device, handle: int) -> None:
+    def __init__(self, waking: Waking, mark: Mark) -> None:
         # Not `_opened()`: it owns nothing, its event is destroyed by the `Waking`.
         Resource.__init__(self, waking._driver)
         self._waking = waking
-        self.buffer = buffer
-        self.chunk = chunk
-        self.device = at
-        self.handle = handle
+        self._portion = mark.portion
+        self.buffer = mark.portion.buffer
+        self.chunk = mark.chunk
+        self.device = mark.device
+        self.handle = mark.event
 
     @property
     def closed(self) -> bool:
         """Whether its `Waking` was closed; the bytes are there then."""
         return self._waking.closed
 
-    def _check(self) -> None:
+    @property
+    def done(self) -> bool:
+        """Whether the chunk's bytes are there; does not wait."""
         self._waking._check()
+        if not self._portion.done and self._waking.held_up is None:
+            return False
+        return super().done
+
+    def await_queued(self) -> None:
+        """Wait on the host until the event stands in its stream, so that other streams can wait for its `handle`."""
+        self._waking._check()
+        if not self._portion.done:
+            self._waking._feed.wait([self._portion], "a chunk")
+
+    def _check(self) -> None:
+        self.await_queued()
 
 
 class Mark(NamedTuple):
-    """A chunk on its way: the stream that brings it, and the event behind it."""
+    """A chunk on its way: the portion that brings it, the device and stream that do, and the event behind it."""
 
-    buffer: Buffer
+    portion: Portion
     chunk: Chunk
     device: Device
     lane: int
@@ -51,37 +73,62 @@ class Mark(NamedTuple):
 
 
 class Arrival:
-    """The chunks of one buffer that are on their way (`Range._arriving`)."""
+    """The chunks of one buffer that are on their way (`Range._arriving`, and `Range._coming` until all are mapped)."""
 
-    __slots__ = ("marks", "waking")
+    __slots__ = ("buffer", "marks", "portions", "waking")
 
-    def __init__(self, waking: Waking, marks: list[Mark]) -> None:
+    def __init__(self, waking: Waking, buffer: Buffer) -> None:
         self.waking = waking
-        self.marks = marks
+        self.buffer = buffer
+        self.portions: list[Portion] = []
+        self.marks: list[Mark] = []
 
     def join(self, queue: Queue, part: tuple[int, int] | None = None) -> None:
-        """Let later work of a stream wait for the chunks of a part, or for all; its context is current."""
+        """Let later work of a stream wait for the chunks of a part, or for all; its context is current.
+
+        The host waits until they are mapped. Raises `InUseError` under a capture: what brings them is not in the graph.
+        """
+        self.waking._feed.wait([portion for portion in self.portions if portion.touches(part)], "use")
         last: dict[int, Mark] = {}  # a stream brings its chunks in order, so the last of each is enough
         for mark in self.marks:
             if part is not None:
-                start = mark.chunk.address - mark.buffer._address
+                start = mark.chunk.address - self.buffer._address
                 if start >= part[0] + part[1] or part[0] >= start + mark.chunk.size:
                     continue
             last[mark.lane] = mark
         driver = self.waking._driver
+        if last and driver.stream_capturing(queue.handle):
+            raise InUseError(
+                f"use of {self.buffer.describe()} in a capture",
+                rule="its contents are still arriving, by copies that are no part of the graph",
+                next_step="Close what remap.resume returned first, or begin the capture later",
+            )
         # Against whoever closes it, and destroys the events. While that one still waits, it counts as open.
         with driver.lock:
             if not self.waking.closed:
                 for mark in last.values():
                     driver.wait_event(queue.handle, mark.event)
 
+    def wait(self) -> None:
+        """Wait on the host until all of the buffer is mapped; raises `PausedError` if that has failed."""
+        self.waking._feed.wait(self.portions, "use")
+
+    def leave(self) -> None:
+        """Bring nothing more into the buffer, which is being closed."""
+        self.waking._feed.leave(self.buffer)
+
 
 class Waking(Resource):
     """Buffers whose memory is there and whose contents are being copied. Made by `remap.resume(events=True)`.
 
-    Fills, copies, launches and views through remap wait for the chunks that they touch, on their stream. Whoever uses
-    the addresses otherwise lets a stream wait for `events`. The backups are kept until this is closed, which waits
-    until everything has arrived; leaving the `with` block does it.
+    Memory was created for all of them. What comes first in the order is mapped, and its copies are queued; a thread
+    maps and queues the rest. Fills, copies, launches and views through remap wait for the chunks that they touch, on
+    the host until those are mapped and on their stream until their bytes are there. Whoever uses the addresses
+    otherwise lets a stream wait for `events`. The backups are kept until this is closed, which waits until everything
+    has arrived; leaving the `with` block does it.
+
+    Where the thread is refused something, `held_up` says what. What has come back by then stays; a use of the rest
+    raises `PausedError`, its backup is intact, and `remap.resume` of its buffers, or closing this, tries it again.
     """
 
     kind: ClassVar[str] = "resume under way"
@@ -89,38 +136,52 @@ class Waking(Resource):
     def __init__(
         self,
         driver: Any,
-        lanes: list[tuple[Device, int]],
-        marks: list[Mark],
+        flow: Flow,
+        portions: Sequence[Portion],
         backups: Iterable[Asleep],
         keep_host: bool,
+        poison: bool,
         measure: Callable[[], Moved],
     ) -> None:
         super().__init__(driver)
-        self._lanes = lanes
-        self._marks = marks
+        self._flow = flow
+        self._feed = Feed(driver, flow, [portion for portion in portions if not portion.done], poison)
+        self._marks = [
+            Mark(portion, chunk, portion.copier(chunk), flow.lane(portion.copier(chunk)), event)
+            for portion in portions
+            if portion.events
+            for chunk, event in zip(portion.chunks, portion.events, strict=True)
+        ]
         self._backups = tuple(backups)
         self._keep_host = keep_host
         self._measure = measure
         self._result: Moved | None = None
         self._coming = True
-        self.events = tuple(
-            ChunkEvent(self, mark.buffer, mark.chunk, mark.device, mark.event) for mark in marks
-        )
+        self.events = tuple(ChunkEvent(self, mark) for mark in self._marks)
         """An event for each chunk, in the order in which they arrive."""
-        by_buffer: dict[Buffer, list[Mark]] = {}
-        for mark in marks:
-            by_buffer.setdefault(mark.buffer, []).append(mark)
-        for buffer, some in by_buffer.items():
-            for at, lane in dict.fromkeys((mark.device, mark.lane) for mark in some):
+        arrivals: dict[Buffer, Arrival] = {}
+        for portion in portions:
+            if portion.events or not portion.done:
+                arrivals.setdefault(portion.buffer, Arrival(self, portion.buffer)).portions.append(portion)
+        for mark in self._marks:
+            arrivals[mark.portion.buffer].marks.append(mark)
+        for buffer, arrival in arrivals.items():
+            for at, lane in dict.fromkeys((mark.device, mark.lane) for mark in arrival.marks):
                 buffer._uses.add(Queue(lane, at, self))
-            buffer._arriving = Arrival(self, some)
-        self._buffers = tuple(by_buffer)
+            buffer._arriving = arrival
+            buffer._coming = None if all(portion.done for portion in arrival.portions) else arrival
+        self._buffers = tuple(arrivals)
         self._opened()
 
     @property
     def closed(self) -> bool:
         """Whether it was closed, and everything has arrived: until then, nobody may take it for done."""
         return not self._open and not self._coming
+
+    @property
+    def held_up(self) -> BaseException | None:
+        """What was refused while the rest was mapped, None where nothing was."""
+        return self._feed.error
 
     def wait(self) -> Moved:
         """Wait until everything has arrived, close, and return what was done."""
@@ -135,29 +196,48 @@ class Waking(Resource):
         return self._result
 
     def close(self) -> None:
-        """Wait until everything has arrived, then give the backups back. Closing again does nothing."""
+        """Wait until everything has arrived, then give the backups back. Closing again does nothing.
+
+        What was held up is tried again; if it is refused again, that is raised, and this stays open.
+        """
         super().close()
         if self._result is None:
             self._result = self._measure()
 
+    def go_on(self) -> None:
+        """Try again what was held up; raises what the driver says."""
+        if self.held_up is not None:
+            self._feed.finish()
+
+    def __del__(self) -> None:
+        """Queue what it owns, and warn; its buffers go with it, and nothing more is brought into them."""
+        if hasattr(self, "_feed"):
+            self._feed.abandon()
+        super().__del__()
+
+    def _start(self) -> None:
+        self._feed.start()
+
     def _detach(self) -> Release:
-        driver, lanes = self._driver, self._lanes
+        driver = self._driver
         steps: list[Step] = [(_arrived, (self._buffers, self))]
         steps += [(in_context, (mark.device, driver.destroy_event, mark.event)) for mark in self._marks]
-        steps += [(in_context, (at, driver.destroy_stream, lane)) for at, lane in lanes]
-        steps += [(backup.drop, (self._keep_host,)) for backup in self._backups]
-        return Release(0, steps, lambda: _synchronize(driver, lanes))
+        steps += self._feed.end()
+        if self._backups:
+            steps.append((drop_all, (self._backups, self._keep_host)))
+        return Release(0, steps, self._arrive)
+
+    def _arrive(self) -> None:
+        self._feed.finish()
+        self._flow.wait()
 
     def describe(self) -> Description:
         """Return what is on its way."""
         size = sum(mark.chunk.size for mark in self._marks)
         detail = f"{len(self._marks)} chunks, {format_size(size)}"
+        if self.held_up is not None:
+            detail += f", held up: {self.held_up}"
         return Description(self.kind, self.serial, size, None, detail)
-
-
-def _synchronize(driver: Any, lanes: list[tuple[Device, int]]) -> None:
-    for at, lane in lanes:
-        in_context(at, driver.synchronize_stream, lane)
 
 
 def _arrived(buffers: Iterable[Buffer], waking: Waking) -> None:
@@ -166,4 +246,4 @@ def _arrived(buffers: Iterable[Buffer], waking: Waking) -> None:
         for buffer in buffers:
             arrival = buffer._arriving
             if isinstance(arrival, Arrival) and arrival.waking is waking:
-                buffer._arriving = None
+                buffer._arriving = buffer._coming = None

@@ -1,0 +1,238 @@
+"""Portions of a resume, and what is left of them when an ordered one returns: a thread maps and fills that in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from remap.buffers.base import POISON, Buffer
+from remap.errors import PausedError, RemapError
+from remap.handles import create_handle
+from remap.lifetime import Release, Rollback, Step
+from remap.locations import Device, in_context
+from remap.ranges import Chunk
+from remap.residency.flow import Flow, actor, near, window_on
+from remap.residency.stores import Asleep, FileJobs
+
+
+class Portion:
+    """A few chunks of one buffer, which are mapped in one go, and what is copied into them.
+
+    `events` has one for each chunk, to be recorded behind its copy, or is empty. Once it is `done`, the chunks are
+    mapped and their copies queued; `gone` says that the buffer was closed before that.
+    """
+
+    __slots__ = ("_handles", "backup", "buffer", "chunks", "done", "events", "gone", "offset")
+
+    def __init__(self, buffer: Buffer, backup: Asleep, chunks: Sequence[Chunk], offset: int) -> None:
+        self.buffer = buffer
+        self.backup = backup
+        self.chunks = chunks
+        self.offset = offset
+        self.events: list[int] = []
+        self.done = self.gone = False
+        self._handles: list[int] = []
+
+    @property
+    def needed_at_once(self) -> bool:
+        """Whether it has to be there when the call returns.
+
+        Somebody outside knows the address, and nothing would keep them from it; or it is brought by other means.
+        """
+        buffer = self.buffer
+        known = buffer._listeners or (buffer._known_uses is not None and buffer._known_uses.escaped)
+        return bool(known) or self.backup.file is not None or None in map(self._actor, self.chunks)
+
+    def copier(self, chunk: Chunk) -> Device:
+        """Return the device that copies a chunk in."""
+        return self._actor(chunk) or near(chunk.location)
+
+    def create(self, driver: Any) -> None:
+        """Create the memory, which is what may be short: it raises `OutOfMemoryError` then."""
+        with driver.lock:
+            for chunk in self.chunks:
+                properties = self.buffer.properties.at(chunk.location)
+                self._handles.append(create_handle(driver, chunk.size, properties))
+
+    def bring(self, driver: Any, flow: Flow, jobs: FileJobs | None, rollback: Rollback, poison: bool) -> None:
+        """Map the memory and queue the copies into it; whoever undoes that waits for the copies first."""
+        backup, offset = self.backup, self.offset
+        with driver.lock:
+            self.buffer._map_chunks(self.chunks, self._handles, rollback)
+        rollback.undo(flow.wait)
+        for index, chunk in enumerate(self.chunks if backup.keep is not None or poison else ()):
+            at, target = self._target(driver, flow, chunk)
+            if backup.file is not None:
+                assert jobs is not None
+                jobs.add(at, target, backup.file, offset, chunk.size)
+            else:
+                if backup.extent is not None:
+                    lane = flow.into(at, target, chunk.size, backup.extent, offset)
+                else:
+                    lane = flow.fill(at, target, chunk.size, POISON)
+                if self.events:
+                    in_context(at, driver.record_event, self.events[index], lane)
+            offset += chunk.size
+
+    def release(self, driver: Any) -> None:
+        """Release the handles: what is mapped keeps its memory, and the rest goes."""
+        handles, self._handles = self._handles, []
+        Release(1, [(driver.release, (handle,)) for handle in handles]).run()
+
+    def touches(self, part: tuple[int, int] | None) -> bool:
+        """Tell whether a part, (offset, size), of the buffer lies in it; None is the whole."""
+        if part is None:
+            return True
+        start, last = self.chunks[0].address - self.buffer._address, self.chunks[-1]
+        return start < part[0] + part[1] and part[0] < last.address + last.size - self.buffer._address
+
+    def _actor(self, chunk: Chunk) -> Device | None:
+        return actor(self.buffer, chunk.location, writes=True)
+
+    def _target(self, driver: Any, flow: Flow, chunk: Chunk) -> tuple[Device, int]:
+        """Return the device that copies a chunk in, and the address at which it writes it."""
+        at = self._actor(chunk)
+        if at is not None:
+            return at, chunk.address
+        at = near(chunk.location)
+        window = window_on(driver, chunk.address, chunk.size, at)
+        flow.afterwards(window.close)
+        return at, window.address
+
+
+class Feed:
+    """What is still to be mapped and filled, in order. `start` lets a thread do it, which ends with the last of it.
+
+    If the driver refuses something, the thread stops there, and `error` says what it was. What is done stays; the
+    rest keeps its memory, created and not mapped, and its backup, and `finish` tries it again.
+    """
+
+    def __init__(self, driver: Any, flow: Flow, portions: Iterable[Portion], poison: bool) -> None:
+        self._driver = driver
+        self._flow = flow
+        self._poison = poison
+        self._left = deque(portions)
+        self._turn = threading.Lock()  # held while one portion is brought
+        self._news = threading.Condition()
+        self._abandoned = False
+        self._leaked: RemapError | None = None
+        self.error: BaseException | None = None
+        self.buffers = tuple(dict.fromkeys(portion.buffer for portion in self._left))
+
+    def start(self) -> None:
+        """Bring everything in a thread; here and now where none can be had."""
+        if not self._left:
+            return
+        # No daemon: the interpreter's end waits for it, instead of ending it in the middle of a call.
+        thread = threading.Thread(target=self._work, name="remap-resume")
+        try:
+            thread.start()
+        except RuntimeError:
+            self._work()
+
+    def wait(self, portions: Iterable[Portion], asked: str) -> None:
+        """Wait on the host until portions are done; raises `PausedError` where one of them has failed."""
+        missing = [portion for portion in portions if not portion.done]
+        if not missing:
+            return
+        with self._news:
+            self._news.wait_for(
+                lambda: self.error is not None or all(one.done or one.gone for one in missing)
+            )
+        failed = [portion for portion in missing if not portion.done]
+        if failed:
+            buffer = failed[0].buffer
+            raise PausedError(
+                f"{asked} of {buffer.describe()}",
+                rule=f"a part of it has not come back from its sleep: {self.error}",
+                next_step="Call remap.resume(buffer) again, which brings the rest; its backup is intact",
+            ) from self.error
+
+    def finish(self) -> None:
+        """Wait until everything is done; what has failed is tried again here, and raises what the driver says."""
+        with self._news:
+            self._news.wait_for(lambda: self.error is not None or not self._left or self._abandoned)
+        if self._left and not self._abandoned:
+            try:
+                self._run()
+            except BaseException as error:
+                error.add_note(
+                    f"{len(self.buffers)} buffers are awake as far as they have come back; the backups are intact, "
+                    "and remap.resume tries the rest again"
+                )
+                raise
+
+    def leave(self, buffer: Buffer) -> None:
+        """Bring nothing more of a buffer, which goes: its memory is released, and copies into it are waited for."""
+        with self._turn:
+            mine = [portion for portion in self._left if portion.buffer is buffer]
+            for portion in mine:
+                portion.gone = True
+                self._left.remove(portion)
+            self._flow.wait()
+        with self._news:
+            self._news.notify_all()
+        for portion in mine:
+            portion.release(self._driver)
+
+    def abandon(self) -> None:
+        """Bring nothing more: its buffers were collected. Calls no driver, as finalisers must not."""
+        self._abandoned = True
+
+    def end(self) -> list[Step]:
+        """Return what ends it: its streams, and the memory that was never mapped."""
+        driver, lanes = self._driver, self._flow.lanes
+        steps: list[Step] = [(self._forget_lanes, ())]
+        steps += [(in_context, (at, driver.destroy_stream, lane)) for at, lane in lanes]
+        steps += [(portion.release, (driver,)) for portion in self._left]
+        return [*steps, (self._tell_leak, ())]
+
+    def _forget_lanes(self) -> None:
+        with self._turn:  # against `leave`, which waits for them
+            self._flow.forget()
+
+    def _tell_leak(self) -> None:
+        if self._leaked is not None:
+            raise self._leaked
+
+    # -- in the thread --
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 (kept in `error`, and told to whoever needs what is missing)
+            error.__traceback__ = None  # it would keep everything alive that was in use there
+
+    def _run(self) -> None:
+        self.error = None
+        try:
+            while self._bring_next():
+                pass
+        except BaseException as error:
+            with self._news:
+                self.error = error
+                self._news.notify_all()
+            raise
+
+    def _bring_next(self) -> bool:
+        with self._turn:
+            if not self._left:
+                return False
+            portion = self._left[0]
+            if not portion.done:  # else an interrupt came before it was taken off the list
+                with Rollback() as rollback:
+                    portion.bring(self._driver, self._flow, None, rollback, self._poison)
+                    portion.done = True
+            try:
+                portion.release(self._driver)
+            except RemapError as error:  # all is well but for memory that leaks: told at the end
+                self._leaked = self._leaked or error
+            finally:
+                self._left.popleft()
+                if not (self._left and self._left[0].buffer is portion.buffer):
+                    portion.buffer._coming = None
+                with self._news:
+                    self._news.notify_all()
+        return True
