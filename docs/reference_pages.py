@@ -51,7 +51,7 @@ PAGES = (
     Page(
         "typed",
         "Typed memory and arrays",
-        ("buffers", "arrays", "foreign"),
+        ("buffers", "arrays", "exports", "foreign"),
         "Arrays of one type that own their memory, and views for NumPy, CuPy, torch and Numba. "
         "Which to take: [](../memory-kinds.md).",
     ),

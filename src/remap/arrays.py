@@ -15,6 +15,7 @@ from remap.errors import AccessError, AlignmentError, InvalidValueError
 from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
 from remap.locations import Device, device
+from remap.sizes import Size, parse_size
 from remap.streams import Queue, StreamLike, default_handle
 from remap.types import Access
 
@@ -45,7 +46,7 @@ class DeviceArray:
         owner: Memory,
         dtype: DTypeLike = "uint8",
         shape: int | Sequence[int] | None = None,
-        offset: SupportsIndex = 0,
+        offset: Size = 0,
     ) -> DeviceArray:
         """Return the array of `shape` and `dtype` that begins `offset` bytes into the memory.
 
@@ -54,7 +55,7 @@ class DeviceArray:
         and `SizeOverflowError` (an `OverflowError`).
         """
         kind = check_type(dtype)
-        start = operator.index(offset)
+        start = parse_size(offset, "offset") if isinstance(offset, str) else operator.index(offset)
         owner._check()
         if not 0 <= start <= owner._reach:
             raise InvalidValueError(f"an array at offset {start}", rule=f"the memory has {owner._size} bytes")

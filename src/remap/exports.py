@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.errors import AccessError, InUseError
 from remap.locations import Device
+from remap.sizes import Size
 from remap.streams import Queue, StreamLike, Uses
 from remap.types import Access, Location
 
@@ -53,19 +54,19 @@ class Memory(Protocol):
         self,
         source: Any,
         *,
-        offset: int = 0,
-        source_offset: int = 0,
-        size: int | None = None,
+        offset: Size = 0,
+        source_offset: Size = 0,
+        size: Size | None = None,
         stream: StreamLike | None = None,
     ) -> None:
         """Copy bytes of another span into it."""
         ...
 
-    def copy_from_host(self, array: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
+    def copy_from_host(self, array: Any, *, offset: Size = 0, stream: StreamLike | None = None) -> None:
         """Copy a host array into it."""
         ...
 
-    def copy_to_host(self, out: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
+    def copy_to_host(self, out: Any, *, offset: Size = 0, stream: StreamLike | None = None) -> None:
         """Copy it into a host array."""
         ...
 

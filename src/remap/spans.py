@@ -12,7 +12,7 @@ from remap.errors import AccessError, InvalidValueError, RemapError
 from remap.lifetime import tell, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
-from remap.sizes import format_size
+from remap.sizes import Size, format_size, parse_size
 from remap.streams import Queue, StreamLike, as_stream
 from remap.types import Access, Location
 
@@ -28,12 +28,13 @@ class Span(Range):
     """A range of mapped addresses that can be filled, copied and viewed: the base of mappings and of every buffer."""
 
     def fill(
-        self, value: int, *, offset: int = 0, size: int | None = None, stream: StreamLike | None = None
+        self, value: int, *, offset: Size = 0, size: Size | None = None, stream: StreamLike | None = None
     ) -> None:
         """Set each byte of a range to `value`, 0 to 255.
 
-        Waits until it is done, unless `stream` is given: then the work is queued there. `offset` and `size` are in
-        bytes; the whole by default. Raises `AccessError` if nobody may write. Source: cuMemsetD8Async.
+        Waits until it is done, unless `stream` is given: then the work is queued there. `offset` and `size` are bytes,
+        or text such as "4MiB"; the whole by default. Raises `AccessError` if nobody may write. Source:
+        cuMemsetD8Async.
         """
         value = operator.index(value)
         if not 0 <= value <= 255:
@@ -45,7 +46,7 @@ class Span(Range):
             elif size:
                 self._driver.fill(self._address + offset, value, 1, size, queue.handle)
 
-    def copy_from_host(self, array: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
+    def copy_from_host(self, array: Any, *, offset: Size = 0, stream: StreamLike | None = None) -> None:
         """Copy a host array, or anything with the buffer protocol, into this memory from byte `offset` on.
 
         Waits until it is done, unless `stream` is given: then do not change the array before that stream has passed
@@ -61,7 +62,7 @@ class Span(Range):
             elif size:
                 self._driver.copy_to_device(self._address + offset, host.ctypes.data, size, queue.handle)
 
-    def copy_to_host(self, out: Any, *, offset: int = 0, stream: StreamLike | None = None) -> None:
+    def copy_to_host(self, out: Any, *, offset: Size = 0, stream: StreamLike | None = None) -> None:
         """Copy from byte `offset` on into a host array, filling it.
 
         Waits until it is done, unless `stream` is given: then the array is complete once that stream has passed.
@@ -77,7 +78,7 @@ class Span(Range):
                 self._driver.copy_to_host(host.ctypes.data, self._address + offset, size, queue.handle)
 
     def to_host(
-        self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None, *, offset: int = 0
+        self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None, *, offset: Size = 0
     ) -> NDArray[Any]:
         """Return a new NumPy array with a copy of this memory.
 
@@ -86,7 +87,7 @@ class Span(Range):
         import numpy as np
 
         kind = np.dtype(dtype)
-        offset = operator.index(offset)
+        offset = _bytes(offset, "offset")
         if shape is None:
             if not kind.itemsize:
                 raise InvalidValueError(
@@ -103,9 +104,9 @@ class Span(Range):
         self,
         source: Span,
         *,
-        offset: int = 0,
-        source_offset: int = 0,
-        size: int | None = None,
+        offset: Size = 0,
+        source_offset: Size = 0,
+        size: Size | None = None,
         stream: StreamLike | None = None,
     ) -> None:
         """Copy bytes of another span into this one, on whatever devices either lies.
@@ -119,7 +120,8 @@ class Span(Range):
                 "arrays, and array().copy_from the arrays of other libraries"
             )
         if size is None:
-            size = min(self._size - operator.index(offset), source.size - operator.index(source_offset))
+            left = source.size - _bytes(source_offset, "source_offset")
+            size = min(self._size - _bytes(offset, "offset"), left)
         offset, size = self._part("copy_from", offset, size)
         source_offset, _ = source._part("copy_from", source_offset, size)
         parts = {"part": (offset, size), "source_part": (source_offset, size)}
@@ -131,7 +133,7 @@ class Span(Range):
                 self._driver.copy(target, origin, size, queue.handle)
 
     def array(
-        self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None, *, offset: int = 0
+        self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None, *, offset: Size = 0
     ) -> DeviceArray:
         """Return a view of this memory that NumPy, CuPy, torch and Numba take without a copy.
 
@@ -149,15 +151,15 @@ class Span(Range):
             "whose numpy() is the memory itself where the CPU may look"
         )
 
-    def _part(self, asked: str, offset: int, size: int | None) -> tuple[int, int]:
+    def _part(self, asked: str, offset: Size, size: Size | None) -> tuple[int, int]:
         """Return the offset and the size of a part, checked against this span's bounds.
 
         They are numbers of Python then: one of NumPy's would wrap around when it is added to an address, and is
         nothing that a C function takes.
         """
         self._check()
-        offset = operator.index(offset)
-        size = self._size - offset if size is None else operator.index(size)
+        offset = _bytes(offset, "offset")
+        size = self._size - offset if size is None else _bytes(size, "size")
         if offset < 0 or size < 0 or offset + size > self._reach:
             raise InvalidValueError(
                 f"{asked} of {format_size(size)} from offset {offset}",
@@ -237,18 +239,37 @@ class Span(Range):
             raise AccessError(
                 f"{asked} of {self.describe()}",
                 rule=f"no location has {words(needed)} to it{both}",
-                next_step="Grant it with set_access, or when the memory is mapped",
+                next_step=self._grant_step(next(iter(self._rights), device().location), needed),
             )
         # A device before the CPU: it copies faster, and in the order of a stream.
         return next((place for place in fitting if place.is_device), fitting[0])
 
 
+def _bytes(value: Size, what: str) -> int:
+    """Return a number of bytes; one below 0 is left to the check of bounds, which says what there is."""
+    return parse_size(value, what) if isinstance(value, str) else operator.index(value)
+
+
 def host_array(value: Any, asked: str, *, writable: bool) -> NDArray[Any]:
-    """Return anything with the buffer protocol as a contiguous array, to copy from or, if `writable`, into."""
+    """Return anything with the buffer protocol as a contiguous array, to copy from or, if `writable`, into.
+
+    What else NumPy makes an array of (`__array__`) can be copied from. Raises `TypeError` for what has no bytes.
+    """
     import numpy as np
 
-    is_array = isinstance(value, np.ndarray)
-    array: NDArray[Any] = cast("NDArray[Any]", value) if is_array else np.asarray(memoryview(value))
+    if isinstance(value, np.ndarray):
+        array = cast("NDArray[Any]", value)
+    elif not writable and hasattr(value, "__array__"):
+        array = np.asarray(value)
+    else:
+        try:
+            array = np.asarray(memoryview(value))
+        except TypeError:
+            step = "an array to be filled" if writable else "numpy.array(values, dtype)"
+            said = (
+                f"{asked} copies the bytes of host memory, and a {type(value).__name__} has none: pass {step}"
+            )
+            raise TypeError(said) from None
     if not array.flags.c_contiguous:
         raise InvalidValueError(
             f"{asked} with an array of strides {array.strides}",

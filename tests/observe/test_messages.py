@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 import remap
-from remap.errors import OutOfMemoryError
-from remap.sizes import format_size
+from remap.drivers.graph_powers import GraphFigures
+from remap.errors import AccessError, InvalidValueError, OutOfMemoryError
+from remap.sizes import format_size, parse_size
 
 
 def whole() -> int:
@@ -16,28 +20,31 @@ def whole() -> int:
     return remap.device().memory().total
 
 
-@pytest.mark.parametrize("make", ["allocate", "create", "DeviceBuffer", "plain", "DeviceBox", "RingBuffer"])
-def test_more_than_the_device_has(make: str) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        remap.allocate,
+        remap.create,
+        remap.RingBuffer,
+        lambda size: remap.DeviceBuffer.empty(size, "uint8"),
+        lambda size: remap.DeviceBuffer.empty(size, "uint8", source="plain"),
+        lambda size: remap.DeviceBox.empty(size, "uint8"),
+    ],
+    ids=["allocate", "create", "RingBuffer", "DeviceBuffer", "plain", "DeviceBox"],
+)
+def test_more_than_the_device_has(make: Callable[[int], object]) -> None:
     """What no closing and pausing could make room for is told apart from what they could."""
     granule = remap.device().granularity().recommended
     size = -(-2 * whole() // granule) * granule
-    calls = {
-        "allocate": lambda: remap.allocate(size),
-        "create": lambda: remap.create(size, at=remap.device()),
-        "DeviceBuffer": lambda: remap.DeviceBuffer.empty(size, "uint8"),
-        "plain": lambda: remap.DeviceBuffer.empty(size, "uint8", source="plain"),
-        "DeviceBox": lambda: remap.DeviceBox.empty(size, "uint8"),
-        "RingBuffer": lambda: remap.RingBuffer(size),
-    }
     with pytest.raises(OutOfMemoryError) as caught:
-        calls[make]()
+        make(size)
     assert format_size(size) in caught.value.asked
     assert format_size(whole()) in caught.value.rule
     assert "pause" not in caught.value.next_step
     if remap.driver().name == "host":
         named = re.search(r'remap\.use\("host", memory="(\w+)"\)', caught.value.next_step)
         assert named
-        assert remap.sizes.parse_size(named[1]) >= size
+        assert parse_size(named[1]) >= size
 
 
 def test_stripes_name_the_buffer() -> None:
@@ -60,3 +67,131 @@ def test_elastic_buffers_name_what_was_asked() -> None:
         with pytest.raises(OutOfMemoryError, match="are free there"), remap.allocate(size // 2):
             buffer.resize(whole())
         assert buffer.size == size
+
+
+def test_rights_that_cannot_be_granted_here() -> None:
+    """What was opened read-only is not to be had by set_access, so the advice is to open it again."""
+    with remap.allocate("2MiB", shareable="posix_fd") as buffer, remap.export(buffer) as shared:
+        opened = remap.open(shared, access="r")
+        calls: list[Callable[[], None]] = [
+            lambda: opened.fill(1),
+            lambda: opened.set_access({remap.device(): "rw"}),
+        ]
+        for call in calls:
+            with pytest.raises(AccessError, match='access="rw"') as caught:
+                call()
+            assert "set_access(" not in caught.value.next_step
+        opened.close()
+
+
+def test_rights_that_can_be_granted() -> None:
+    """The advice is a call that can be copied, and that helps."""
+    with remap.allocate("2MiB", access="r") as buffer:
+        with pytest.raises(AccessError) as caught:
+            buffer.fill(1)
+        found = re.search(r"set_access\((\{.*?\})\)", caught.value.next_step)
+        assert found
+        buffer.set_access(eval(found[1], {"remap": remap}))
+        buffer.fill(1)
+
+
+def test_sizes_may_be_text_everywhere() -> None:
+    """Offsets and sizes of fills, copies, views and graphs take "1MiB" as allocations do."""
+    with remap.allocate("4MiB") as one, remap.allocate("4MiB") as other:
+        one.fill(0)
+        one.fill(7, offset="1MiB", size="1MiB")
+        other.copy_from(one, offset="2MiB", source_offset="1MiB", size="1MiB")
+        assert (other.to_host("uint8", 1 << 20, offset="2MiB") == 7).all()
+        other.copy_from_host(np.full(4, 9, "uint8"), offset="4KiB")
+        out = np.zeros(4, "uint8")
+        other.copy_to_host(out, offset="4KiB")
+        assert (out == 9).all()
+        assert other.array("uint8", offset="1MiB").size == 3 << 20
+        with remap.Graph() as graph:
+            graph.fill(one, 5, offset="3MiB", size="1MiB")
+            with graph.instantiate() as executable:
+                executable.launch()
+                remap.device().synchronize()
+        assert (one.to_host("uint8", offset="3MiB") == 5).all()
+        with pytest.raises(InvalidValueError, match="it is not a size"):
+            one.fill(1, offset="one")
+
+
+def test_lists_as_numpy_takes_them() -> None:
+    """Typed memory takes lists; memory without a type says that a list has no bytes, and what to pass."""
+    with remap.DeviceBuffer.from_host([1.5, 2, 3]) as buffer:
+        assert (buffer.dtype, buffer.shape) == (np.dtype("float64"), (3,))
+        buffer.copy_from_host([4, 5, 6])
+        assert buffer.to_host().tolist() == [4, 5, 6]
+        with pytest.raises(TypeError, match="an array to be filled"):
+            buffer.copy_to_host([0, 0, 0])
+    with remap.allocate("2MiB") as plain, pytest.raises(TypeError, match=r"numpy\.array\(values, dtype\)"):
+        plain.copy_from_host([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("allocat", "remap.allocate"),
+        ("Devicebuffer", "remap.DeviceBuffer"),
+        ("snapshots", "remap.snapshot"),
+        ("testing", "import remap.testing"),
+    ],
+)
+def test_misspelt_names(name: str, said: str) -> None:
+    """A public name that does not exist leads to one that does."""
+    sys.modules.pop("remap.testing", None)
+    vars(remap).pop("testing", None)
+    with pytest.raises(AttributeError, match=re.escape(said)):
+        getattr(remap, name)
+
+
+def test_names_that_resemble_nothing() -> None:
+    """Where no name is close, none is named."""
+    with pytest.raises(AttributeError) as caught:
+        _ = remap.xyzzy  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+    assert str(caught.value) == "module 'remap' has no attribute 'xyzzy'"
+
+
+def test_opening_by_name() -> None:
+    """A name is not shared memory: it belongs to a broker."""
+    with pytest.raises(TypeError, match=r"remap\.connect\(\)\.open\(name\)"):
+        remap.open("weights")  # type: ignore[arg-type]
+
+
+def test_footprint_of_one_buffer() -> None:
+    """One buffer is taken as several are."""
+    with remap.allocate("2MiB") as buffer:
+        assert remap.footprint(buffer) == remap.footprint([buffer]) == {remap.device().location: 2 << 20}
+
+
+def test_values_say_what_they_are() -> None:
+    """Locations print as what a program writes, and figures with units."""
+    assert [repr(one) for one in (remap.device(0).location, remap.Host(), remap.HostNuma(1))] == [
+        "remap.device(0).location",
+        "remap.Host()",
+        "remap.HostNuma(1)",
+    ]
+    assert repr(GraphFigures(1 << 20, 2 << 20, 0, 512)) == (
+        "GraphFigures(used=1 MiB, used_high=2 MiB, reserved=0 B, reserved_high=512 B)"
+    )
+    with remap.ElasticBuffer("64MiB") as cache:
+        cache.resize("2MiB")
+        assert "paused" not in repr(cache)
+        remap.pause(cache)
+        assert "paused (kept on the host)" in repr(cache)
+
+
+def test_every_error_is_a_public_name() -> None:
+    """What can be raised can be caught without knowing a room of the library.
+
+    A library that is not installed is caught as ImportError, and `UnknownError` never leaves `remap trace`.
+    """
+    kinds = [remap.RemapError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    ours = [one for one in kinds if one.__module__.startswith("remap.") and not one.__name__.startswith("_")]
+    assert len(ours) > 20
+    for kind in ours:
+        if not issubclass(kind, ImportError) and kind.__name__ != "UnknownError":
+            assert getattr(remap, kind.__name__) is kind

@@ -115,3 +115,28 @@ def test_the_command(
     assert run(["map", page]) == 1
     assert "it is not JSON" in capsys.readouterr().err
     assert run(["map", f"{tmp_path}/none"]) == 1
+
+
+def test_a_little_at_the_front_of_much() -> None:
+    """A buffer that can grow far is drawn as far as it has grown, with room, and the bar says that it goes on."""
+    with remap.ElasticBuffer("64GiB") as cache:
+        cache.resize("8MiB")
+        lines = as_text(remap.snapshot(), 34).splitlines()
+        bar = next(line for line in lines if line.startswith("["))
+        digit = str(remap.device().index)
+        assert bar == f"[{digit * 16}{'.' * 16}>"
+        text = " ".join(" ".join(lines).split())
+        assert "64 GiB" in text
+        assert "the first 16 MiB drawn" in text
+        assert "> goes on, empty" in text
+        assert "a character is 512 KiB" in text
+
+
+def test_what_sleeps_is_drawn_where_it_will_be() -> None:
+    """A paused buffer is z where its contents will be, not over all addresses that it could grow into."""
+    with remap.ElasticBuffer("64MiB") as cache:
+        cache.resize("16MiB")
+        remap.pause(cache)
+        lines = as_text(remap.snapshot(), 34).splitlines()
+        assert f"[{'z' * 8}{'.' * 24}]" in lines
+        assert "  16 MiB asleep, kept on the host" in lines

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap.buffers.fixed import FixedMemory
 from remap.buffers.pooled import borrow
-from remap.buffers.typed import OwnedMemory, Shape, extent, place_of
+from remap.buffers.typed import OwnedMemory, Shape, extent, from_list, place_of
 from remap.drivers.powers import PoolFigures, SupportsPools
 from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
-from remap.lifetime import Release, drain, queued
+from remap.lifetime import Release, drain, queued, undo
 from remap.locations import Device, DeviceLike, device, explain_shortage
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import host_array
@@ -75,14 +75,22 @@ class PoolMemory(FixedMemory):
         What is queued there before the block ends comes after the allocation and before the free.
         """
         queue = as_stream(stream, self.device)
-        self._begin_use("use", self.device.location, Access.READ_WRITE)
+        token, mine = object(), self._operations
         try:
+            self._begin_use("use", self.device.location, Access.READ_WRITE, token)
             with queue.device.current():
                 if self._arriving is not None:
                     self._arriving.join(queue)
             yield self._address
         finally:
-            self._end_use(queue)
+            try:
+                if token in mine:
+                    self._uses.add(queue)
+            except BaseException as error:  # interrupted: the work is queued all the same
+                undo(error, self._uses.add, queue)
+                raise
+            finally:
+                mine.discard(token)
 
     def _check_closable(self) -> None:
         super()._check_closable()
@@ -134,7 +142,7 @@ class DeviceBox(OwnedMemory):
         cls, array: Any, *, stream: StreamLike | None = None, device: DeviceLike | None = None
     ) -> DeviceBox:
         """Return a box with a copy of a contiguous host array; waits, and raises, as `DeviceBuffer.from_host` does."""
-        host = host_array(array, "from_host", writable=False)
+        host = host_array(from_list(array), "from_host", writable=False)
         return cls._made(host.shape, host.dtype, stream, device, host)
 
     @classmethod

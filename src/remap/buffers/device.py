@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from remap.buffers.sources import Source, take
-from remap.buffers.typed import OwnedMemory, Shape, extent, place_of
+from remap.buffers.typed import OwnedMemory, Shape, extent, from_list, place_of
 from remap.locations import DeviceLike
 from remap.spans import host_array
 from remap.streams import StreamLike
@@ -33,13 +33,13 @@ class DeviceBuffer(OwnedMemory):
         device: DeviceLike | None = None,
         source: Source = None,
     ) -> DeviceBuffer:
-        """Return a buffer with a copy of a contiguous host array, of its shape and type.
+        """Return a buffer with a copy of a contiguous host array, of its shape and type; of a list as NumPy has it.
 
         Without a `stream` the copy is done when this returns, and the array may change at once. With one it is queued
         there: the array must not change before that stream has passed, and is kept alive until then. Raises
         `InvalidValueError` for an array that is not contiguous or holds Python objects, `OutOfMemoryError`.
         """
-        host = host_array(array, "from_host", writable=False)
+        host = host_array(from_list(array), "from_host", writable=False)
         return cls._made(host.shape, host.dtype, stream, device, source, host)
 
     @classmethod

@@ -404,4 +404,6 @@ class ElasticBuffer(GrowingBuffer):
         """Return what this buffer is."""
         count = len(self._chunks)
         detail = f"capacity {format_size(self.capacity)}, {count} chunk{'s' * (count != 1)}"
+        if self._paused:
+            detail += f", paused ({self._paused})"
         return Description(self.kind, self.serial, self._size, self._address, detail)

@@ -32,6 +32,11 @@ class FixedMemory(Span):
             next_step="Use remap.allocate(…), or a DeviceBuffer with source='mapped'",
         )
 
+    def _grant_step(self, place: Location, needed: Access) -> str:
+        return (
+            "It has the rights that it was made with; only mapped memory (remap.allocate) can be given others"
+        )
+
     def get_access(self, where: LocationLike) -> Access:
         """Return the right of a location; it is what it was from the beginning."""
         self._check()

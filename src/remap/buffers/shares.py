@@ -197,14 +197,14 @@ def _map_back(buffer: GrowingBuffer, chunk: Chunk, handle: int) -> None:
         driver.set_access(chunk.address, chunk.size, read_only(granted))
 
 
-def footprint(buffers: Iterable[Buffer]) -> dict[Location, int]:
-    """Return the physical bytes behind several buffers by location; chunks that they share count once.
+def footprint(buffers: Buffer | Iterable[Buffer]) -> dict[Location, int]:
+    """Return the physical bytes behind a buffer, or several, by location; chunks that they share count once.
 
     Paused buffers have nothing behind them.
     """
     total: dict[Location, int] = {}
     seen: set[Share] = set()
-    for buffer in dict.fromkeys(buffers):
+    for buffer in dict.fromkeys((buffers,) if isinstance(buffers, Buffer) else buffers):
         buffer._check()
         shares: dict[int, Share] = getattr(buffer, "_shares", {})
         for chunk in () if buffer._paused else buffer._chunks:

@@ -99,15 +99,16 @@ class TypedMemory(DeviceArray):
             self.owner.copy_to_host(out, offset=self.offset, stream=stream)
 
     def copy_from_host(self, array: Any, *, stream: StreamLike | None = None) -> None:
-        """Copy a host array of the same shape and type into this memory.
+        """Copy a host array of the same shape and type, or a list of such values, into this memory.
 
         Waits, so that the array may change as soon as it returns, unless `stream` is given: then not before that
         stream has passed (the array is kept alive until then). Raises as `copy_to_host`.
         """
-        self._check_host(host_array(array, "copy_from_host", writable=False), "copy_from_host")
+        host = host_array(from_list(array, self.dtype), "copy_from_host", writable=False)
+        self._check_host(host, "copy_from_host")
         if self.nbytes:
             self._order("copy_from_host", Access.READ_WRITE, stream)
-            self.owner.copy_from_host(array, offset=self.offset, stream=stream)
+            self.owner.copy_from_host(host, offset=self.offset, stream=stream)
 
     def fill(self, value: Any, *, stream: StreamLike | None = None) -> None:
         """Set every element to `value`, converted to the type. Waits, unless `stream` is given."""
@@ -145,6 +146,13 @@ class TypedMemory(DeviceArray):
                 rule=f"the memory has shape {self.shape} of {self.dtype}, and copies convert nothing",
                 next_step="Use .view, .reshape, or a part of it",
             )
+
+
+def from_list(values: Any, dtype: DTypeLike | None = None) -> Any:
+    """Return a list or tuple as NumPy makes an array of it, and anything else as it is."""
+    import numpy as np
+
+    return np.asarray(values, dtype) if isinstance(values, (list, tuple)) else values
 
 
 class OwnedMemory(TypedMemory):

@@ -18,22 +18,18 @@ def trace(file: str, language: str | None) -> int:
     from remap.observe.chrome import read
 
     found = read(file)
+    driver = f"the {found.driver} driver" if found.driver else "no driver (none was opened)"
     if language is not None:
         from remap.observe.languages import writer
         from remap.observe.program import write_program
 
-        about = (
-            f"A run on the {found.driver or 'unknown'} driver, {found.started[:19]}: {len(found.calls)} calls"
-        )
+        about = f"A run on {driver}, {found.started[:19]}: {len(found.calls)} calls"
         click.echo(write_program(found, writer(language, about)), nl=False)
         return 0
     from remap.cli.report import Report
 
     report = Report()
-    report.step(
-        "trace",
-        f"{len(found.calls):,} calls of the {found.driver or 'unknown'} driver, begun {found.started}",
-    )
+    report.step("trace", f"{len(found.calls):,} calls of {driver}, begun {found.started}")
     if found.left_out:
         report.step("", f"{found.left_out:,} more were made than the trace keeps")
     times: dict[str, list[float]] = {}

@@ -8,10 +8,11 @@ ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
+from remap.sizes import format_size
 from remap.types import LaunchConfig, PackedArguments, Touched
 
 
@@ -49,6 +50,11 @@ class GraphFigures:
     used_high: int
     reserved: int
     reserved_high: int
+
+    def __repr__(self) -> str:
+        """Return the figures with units."""
+        said = ", ".join(f"{one.name}={format_size(getattr(self, one.name))}" for one in fields(self))
+        return f"GraphFigures({said})"
 
 
 class HighMark(StrEnum):

@@ -186,9 +186,9 @@ class Nodes:
         target: Any,
         source: Any,
         *,
-        offset: int = 0,
-        source_offset: int = 0,
-        size: int | None = None,
+        offset: Size = 0,
+        source_offset: Size = 0,
+        size: Size | None = None,
         after: Iterable[Node] = (),
     ) -> Node:
         """Add a copy between buffers, allocations of graphs and host arrays (one of the two at most).
@@ -200,7 +200,7 @@ class Nodes:
         ends = (self._end(target, offset, True), self._end(source, source_offset, False))
         if ends[0].host and ends[1].host:
             raise InvalidValueError("a copy between two host arrays", rule="a graph moves memory of devices")
-        size = min(end.size for end in ends) if size is None else size
+        size = min(end.size for end in ends) if size is None else parse_size(size)
         host = "destination" if ends[0].host else "source" if ends[1].host else ""
         self._check_ends("a copy", ends, size, behind)
         with self.device.current():
@@ -215,8 +215,8 @@ class Nodes:
         target: Any,
         value: int,
         *,
-        offset: int = 0,
-        size: int | None = None,
+        offset: Size = 0,
+        size: Size | None = None,
         after: Iterable[Node] = (),
     ) -> Node:
         """Add a fill: each byte of a part of a buffer or allocation becomes `value`, 0 to 255.
@@ -229,7 +229,7 @@ class Nodes:
         end = self._end(target, offset, True)
         if end.host:
             raise InvalidValueError("a fill of a host array", rule="a graph fills memory of devices")
-        size = end.size if size is None else size
+        size = end.size if size is None else parse_size(size)
         self._check_ends("a fill", (end,), size, behind)
         with self.device.current():
             handle = self._driver.graph_add_fill(self._handle, _handles(behind), end.address, value, 1, size)
@@ -306,9 +306,8 @@ class Nodes:
                     next_step="Name it: after=[allocation]",
                 )
 
-    def _end(self, what: Any, offset: int, writes: bool) -> _End:
-        if offset < 0:
-            raise InvalidValueError(f"offset {offset}", rule="offsets are 0 or more")
+    def _end(self, what: Any, offset: Size, writes: bool) -> _End:
+        offset = parse_size(offset, "offset")
         if isinstance(what, Allocation):
             return _End(what.address + offset, what.size - offset, what, None, False)
         if isinstance(what, Span):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from remap.observe.snapshot import Item, Piece, Snapshot
 
+_SMALL_PART = 8  # what is used of a stretch is drawn larger if it is below this part of the stretch
+
 
 @dataclass(slots=True)
 class Lane:
@@ -29,6 +31,23 @@ class Lane:
     def backed(self) -> int:
         """The bytes of this lane that have memory behind them."""
         return sum(piece.size for _, piece, _ in self.pieces)
+
+    @property
+    def asleep(self) -> int:
+        """The bytes from the first address on whose contents are kept elsewhere: those of a paused buffer."""
+        return self.owner.size if self.owner.paused else 0
+
+    @property
+    def drawn(self) -> int:
+        """How many of the bytes a picture shows: all, or, where only a little at the front is in use, that with room.
+
+        A cache of 40 MiB in a reservation of 64 GiB would be a hairline otherwise.
+        """
+        used = max([offset + piece.size for offset, piece, _ in self.pieces[-1:]], default=0)
+        used = max(used, self.asleep)
+        if not used or used > self.size // _SMALL_PART:
+            return self.size
+        return 1 << (2 * used - 1).bit_length()
 
 
 def lanes_of(snapshot: Snapshot) -> list[Lane]:

@@ -21,10 +21,9 @@ import remap
 remap.allocate("12 parsecs")
 """,
         "Every error of remap is one: this one is an InvalidValueError. Its message says what was "
-        "asked, the rule, and the "
-        "next step; the three are attributes, too (asked, rule, next_step).",
-        "Catch the particular error where you can do something about it, and RemapError at the "
-        "edge of a program.",
+        "asked, the rule, and the next step; the three are attributes, too (asked, rule, next_step).",
+        "Catch the particular error where you can do something about it, and RemapError at the edge "
+        "of a program.",
     ),
     Mistake(
         "InvalidValueError",
@@ -34,9 +33,8 @@ import remap
 
 remap.device(99)
 """,
-        "The value itself is wrong, whatever the state of the program: a device that does not "
-        "exist, a negative size, "
-        "text that is no size. It is a ValueError, too.",
+        "The value itself is wrong, whatever the state of the program: a device that does not exist, "
+        "a negative size, text that is no size. It is a ValueError, too.",
         "Read the rule in the message; remap.devices() lists the devices.",
     ),
     Mistake(
@@ -47,9 +45,8 @@ import remap
 
 remap.create(1000)
 """,
-        "A physical allocation is made of whole granules (2 MiB), as the driver maps nothing "
-        "smaller. remap.create is "
-        "strict, since its sizes must add up inside a reservation.",
+        "A physical allocation is made of whole granules (2 MiB), as the driver maps nothing smaller."
+        " remap.create is strict, since its sizes must add up inside a reservation.",
         "Use one of the sizes that the message names, or remap.allocate, which rounds up.",
     ),
     Mistake(
@@ -62,8 +59,8 @@ with remap.allocate("2MiB") as memory:
     memory.fill(1)
 memory.fill(2)
 """,
-        "The with block gave the memory back. The object owns nothing any more, and its address "
-        "may be someone else's.",
+        "The with block gave the memory back. The object owns nothing any more, and its address may "
+        "be someone else's.",
         "Use it inside of the block, or close it later.",
     ),
     Mistake(
@@ -78,8 +75,8 @@ mapping = addresses.map(allocation, access={0: "rw"})
 addresses.close()
 """,
         "Addresses with a mapping in them cannot be freed: whoever uses the mapping would be left "
-        "without them. The same "
-        "error ends a second operation that would take memory away under a first one.",
+        "without them. The same error ends a second operation that would take memory away under a "
+        "first one.",
         "Close the mappings first (mapping.close()), or let the other operation end. Nothing has "
         "changed meanwhile.",
     ),
@@ -93,9 +90,33 @@ with remap.allocate("2MiB", access="r") as memory:
     memory.fill(1)
 """,
         "Rights are those that were asked for, and no more: nobody may write here. Locations that "
-        "were not named have "
-        "no access at all.",
+        "were not named have no access at all.",
         'Grant it when the memory is mapped (access="rw"), or later: memory.set_access({0: "rw"}).',
+    ),
+    Mistake(
+        "ExportError",
+        "memory cannot be handed to another library in this way",
+        """\
+import numpy
+import remap
+
+with remap.allocate("2MiB") as memory:
+    numpy.from_dlpack(memory.array("float32"))
+""",
+        "NumPy works on the CPU, which may not look into memory of a device. It is a BufferError, too, as "
+        "the protocols between libraries ask for.",
+        "Copy it with to_host(), hand it to a library that works on the device, or keep it on remap.Host().",
+    ),
+    Mistake(
+        "SizeOverflowError",
+        "the extents of an array multiply to more bytes than there are addresses",
+        """\
+import remap
+
+remap.DeviceBuffer.empty((1 << 40, 1 << 40))
+""",
+        "No address space holds so many bytes, so the shape is a mistake. It is an OverflowError, too.",
+        "Look at the shape in the message: often two extents were meant to be one.",
     ),
     Mistake(
         "PausedError",
@@ -125,8 +146,7 @@ with remap.DeviceBuffer.zeroed(64) as x:
     double.launch(x, grid=(8, 8), block=8)
 """,
         "The configuration or an argument does not fit the kernel; nothing was launched. Here a "
-        "kernel that counts its "
-        "threads in one dimension was given a grid of two.",
+        "kernel that counts its threads in one dimension was given a grid of two.",
         "Read the rule in the message: it names the argument or the limit.",
     ),
     Mistake(
@@ -144,9 +164,9 @@ with remap.DeviceBuffer.zeroed(64) as x:
     collide.launch(x, grid=1, block=64)
     x.to_host()
 """,
-        "Two threads write one element. The host driver sees it, and reports it at the next wait; "
-        "a GPU would let either "
-        "of them win. The same error reports reads beyond an array and barriers that not all threads reach.",
+        "Two threads write one element. The host driver sees it, and reports it at the next wait; a "
+        "GPU would let either of them win. The same error reports reads beyond an array and barriers "
+        "that not all threads reach.",
         "Let each thread write its own element: out[i] of a DisjointSlice cannot do otherwise.",
     ),
     Mistake(
@@ -163,8 +183,8 @@ def kernel(out: remap.DisjointSlice):
 with remap.DeviceBuffer.zeroed(64) as x:
     kernel.launch(x, grid=1, block=64)
 """,
-        "Kernels in Python are a small part of Python: numbers, arrays, loops, conditions and "
-        "remap's own words.",
+        "Kernels in Python are a small part of Python: numbers, arrays, loops, conditions and remap's"
+        " own words.",
         "The message names the line and the rule. For CUDA C++ it carries the compiler's log.",
     ),
     Mistake(
@@ -175,9 +195,8 @@ import remap
 
 remap.driver().release(12345)
 """,
-        "The base of all refusals of the driver; call, name and code say which. Raw driver calls, "
-        "as here, check nothing "
-        "beforehand; remap's objects cannot make such a call.",
+        "The base of all refusals of the driver; call, name and code say which. Raw driver calls, as "
+        "here, check nothing beforehand; remap's objects cannot make such a call.",
         "Look the name up in the driver's documentation; `remap trace --as c` shows the calls before it.",
     ),
     Mistake(
@@ -188,12 +207,10 @@ import remap
 
 remap.create("1TiB")
 """,
-        "The location has not as much free memory. The message says what was asked and what is "
-        "free; memory that other "
-        "processes use counts, too. It is a MemoryError as well.",
+        "The location has not as much free memory. The message says what was asked and what is free; "
+        "memory that other processes use counts, too. It is a MemoryError as well.",
         "Close, pause or trim something there: print(remap.snapshot()) shows who holds what, "
-        "print(remap.leaks()) where "
-        "it was made.",
+        "print(remap.leaks()) where it was made.",
     ),
     Mistake(
         "OutOfAddressSpaceError",
@@ -204,8 +221,7 @@ import remap
 remap.reserve("256TiB")
 """,
         "A process has 128 TiB of addresses at most. The host driver raises it, too, when the "
-        "kernel's table of mappings "
-        "(vm.max_map_count) is nearly full.",
+        "kernel's table of mappings (vm.max_map_count) is nearly full.",
         "Reserve less, or raise the limit that `remap doctor` names.",
     ),
     Mistake(
@@ -216,8 +232,8 @@ import remap
 
 remap.device(0).require("win32")
 """,
-        "The capability that is missing is the error's attribute `capability`; the message says "
-        "why it is missing.",
+        "The capability that is missing is the error's attribute `capability`; the message says why "
+        "it is missing.",
         "`remap doctor` names the cure for each, where there is one.",
     ),
     Mistake(
@@ -256,12 +272,10 @@ with device.current():
     remap.driver().launch(stray, LaunchConfig((1, 1, 1), (1, 1, 1)), 0, nothing, None)
     device.synchronize()
 """,
-        "The memory was unmapped, or the device has no right to it, when the kernel ran. The "
-        "context is lost for this "
-        "process, as on a GPU; the wait reports it, and has not caused it.",
+        "The memory was unmapped, or the device has no right to it, when the kernel ran. The context "
+        "is lost for this process, as on a GPU; the wait reports it, and has not caused it.",
         "End the process. Look for memory that was closed with after=None, and for addresses that "
-        "outlived their buffer; "
-        "compute-sanitizer names the line of the kernel.",
+        "outlived their buffer; compute-sanitizer names the line of the kernel.",
     ),
     Mistake(
         "ContextLostError",
@@ -277,9 +291,8 @@ remap.use(driver)
 driver.fail("synchronize_context", result=CudaResult.ASSERT)
 remap.device(0).synchronize()
 """,
-        "A kernel failed for good: it ran into an assertion, or the hardware did. From then on "
-        "every call answers so; "
-        "this one reports it, and has not caused it.",
+        "A kernel failed for good: it ran into an assertion, or the hardware did. From then on every "
+        "call answers so; this one reports it, and has not caused it.",
         "End the process. Closing objects afterwards is silent, so that with blocks still end.",
     ),
     Mistake(
@@ -294,8 +307,8 @@ import remap
 remap.use("cuda")
 """,
         "The message and `attempts` list each driver that was tried, with its reason.",
-        "`remap doctor` names the cure. Without a name, remap takes the host driver where CUDA is "
-        "not to be had.",
+        "`remap doctor` names the cure. Without a name, remap takes the host driver where CUDA is not"
+        " to be had.",
     ),
     Mistake(
         "ForkedError",
@@ -314,8 +327,7 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """,
         "Memory of a driver belongs to the process that made it; the child's copy of the object is inert.",
         "Make it in the child, or share it: remap.export there, remap.open here. For CUDA, start "
-        "processes with "
-        'multiprocessing.get_context("spawn").',
+        'processes with multiprocessing.get_context("spawn").',
     ),
     Mistake(
         "ShareError",
@@ -326,8 +338,8 @@ import remap
 with remap.allocate("2MiB") as memory:
     remap.export(memory)
 """,
-        "The driver fixes at its creation how an allocation can be shared, and this one was made "
-        "for nobody else.",
+        "The driver fixes at its creation how an allocation can be shared, and this one was made for "
+        "nobody else.",
         'Ask for it then: remap.allocate("2MiB", shareable="posix_fd").',
     ),
     Mistake(
@@ -338,9 +350,8 @@ import remap
 
 remap.open(b"not a descriptor")
 """,
-        "What comes from another process is checked before it is believed: here it is no "
-        "descriptor at all. A descriptor "
-        "that promises other sizes than the driver finds is refused as well.",
+        "What comes from another process is checked before it is believed: here it is no descriptor "
+        "at all. A descriptor that promises other sizes than the driver finds is refused as well.",
         "Send the bytes of remap.export(…).to_bytes() whole and unchanged, between equal versions of remap.",
     ),
     Mistake(
@@ -370,10 +381,9 @@ del memory
 remap.collect()
 """,
         "The object was collected unclosed (a ResourceWarning says so), and giving its memory back "
-        "failed afterwards: "
-        "nobody was there to catch an error.",
-        "Close objects, or use them in with statements: then the failure is an error, at a place "
-        "that you know.",
+        "failed afterwards: nobody was there to catch an error.",
+        "Close objects, or use them in with statements: then the failure is an error, at a place that"
+        " you know.",
     ),
 )
 

@@ -207,9 +207,11 @@ class BrokerClient:
             answer.raise_error()
 
     def drop(self, name: str, *, force: bool = False) -> None:
-        """Take a buffer out of the broker. What is mapped stays until it is closed; the memory goes with the last.
+        """Take a buffer out of the broker: nobody can open it any more, and its name is free.
 
-        Raises `InUseError` while it is open, unless `force` is given, and `ShareError` if there is none.
+        What is mapped stays until it is closed; the memory goes with the last. Raises `InUseError` while anyone has
+        it open, unless `force` is given: they keep what they have mapped, and lose nothing but the name. Raises
+        `ShareError` if there is no such buffer.
         """
         self._request({"op": "drop", "name": check_name(name), "force": force})
 

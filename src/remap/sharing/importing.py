@@ -31,6 +31,8 @@ from remap.sizes import format_size
 from remap.spans import Chunk
 from remap.types import Access, AllocationProperties, Held, Location, LocationKind
 
+_WRITE_STEP = 'Open it again with access="rw", which its exporter must have offered: export(..., access="rw")'
+
 
 class ImportedBuffer(Buffer):
     """Memory of another process, mapped here. Made by `remap.open` and by a broker's client.
@@ -132,6 +134,11 @@ class ImportedBuffer(Buffer):
             )
         return found
 
+    def _grant_step(self, place: Location, needed: Access) -> str:
+        if needed.writable and not self._most.writable:
+            return _WRITE_STEP
+        return super()._grant_step(place, needed)
+
     def set_access(self, access: AccessLike) -> None:
         """Change rights, as of any mapped memory, up to what it was opened with; raises `AccessError` beyond."""
         order = list(Access)
@@ -140,7 +147,7 @@ class ImportedBuffer(Buffer):
                 raise AccessError(
                     f'"{right}" access of {place} to {self.describe()}',
                     rule=f'it was opened with access="{self._most}"',
-                    next_step='Open it again with access="rw", where it was offered so',
+                    next_step=_WRITE_STEP,
                 )
         super().set_access(access)
 
@@ -195,6 +202,11 @@ def open(  # users write remap.open
         drain()
     if isinstance(source, bytes | bytearray | memoryview):
         source = receive(bytes(source), timeout=timeout)
+    if not isinstance(source, Exported):
+        raise TypeError(
+            f"remap.open takes what remap.export returned, or its to_bytes(), not {source!r}; a buffer that a broker "
+            "keeps is opened by its name: remap.connect().open(name)"
+        )
     descriptor = source.descriptor
     return import_memory(
         descriptor, source.handles(), access=access, accessing=accessing, same_address=same_address

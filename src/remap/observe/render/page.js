@@ -42,7 +42,7 @@ const inner = () => width - 2 * LEFT;
 const x = share => LEFT + (share - state.from) / (state.to - state.from) * inner();
 function pieceBox(lane, index, row) {
   const [offset, bytes] = lane.pieces[index];
-  const start = Math.max(x(offset / lane.size), LEFT), end = Math.min(x((offset + bytes) / lane.size), LEFT + inner());
+  const start = Math.max(x(offset / lane.drawn), LEFT), end = Math.min(x((offset + bytes) / lane.drawn), LEFT + inner());
   return { x: start, y: row * ROW - state.top + 18, w: Math.max(end - start, 1), seen: end >= LEFT && start <= LEFT + inner() };
 }
 function blockBox(memory) {
@@ -52,7 +52,7 @@ function blockBox(memory) {
 }
 function firstSeen(lane) {
   let low = 0, high = lane.pieces.length;
-  const edge = state.from * lane.size;
+  const edge = state.from * lane.drawn;
   while (low < high) { const middle = (low + high) >> 1; const [offset, bytes] = lane.pieces[middle]; if (offset + bytes < edge) low = middle + 1; else high = middle; }
   return low;
 }
@@ -64,6 +64,13 @@ function paint(box, place, right, h) {
     const step = right === "r" ? 6 : 3;
     for (let at = box.x; at < box.x + box.w; at += step) pen.fillRect(at, box.y, Math.min(step / 2, box.x + box.w - at), h);
   }
+}
+// The bytes of a paused buffer: an outline, as its memory is elsewhere.
+function sleeping(lane, y, colour) {
+  const end = Math.min(x(lane.asleep / lane.drawn), LEFT + inner()), start = Math.max(x(0), LEFT);
+  if (!lane.asleep || end <= start) return;
+  pen.save(); pen.strokeStyle = colour; pen.setLineDash([3, 3]); pen.strokeRect(start + .5, y + .5, end - start - 1, BAR - 1);
+  pen.fillStyle = colour; pen.fillText("z", start + 4, y + 11); pen.restore();
 }
 function draw() {
   pen.clearRect(0, 0, width, height);
@@ -80,6 +87,7 @@ function draw() {
     pen.fillText(size(lane.size) + " at 0x" + BigInt(lane.address).toString(16), LEFT + inner(), y + 13);
     pen.textAlign = "left";
     pen.fillStyle = bar; pen.fillRect(LEFT, y + 18, inner(), BAR);
+    sleeping(lane, y + 18, dim);
     let covered = -1;
     for (let index = firstSeen(lane); index < lane.pieces.length; index++) {
       const box = pieceBox(lane, index, row);

@@ -55,6 +55,8 @@ def _data(snapshot: Snapshot) -> dict[str, Any]:
         return {
             "address": str(lane.address),
             "size": lane.size,
+            "drawn": lane.drawn,
+            "asleep": lane.asleep,
             "owner": numbers[owner.serial],
             "title": _title(owner),
             "state": _state(owner),

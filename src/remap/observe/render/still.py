@@ -38,9 +38,10 @@ def _row(lane: Lane) -> str:
     state = f", paused ({owner.paused})" if owner.paused else ""
     said = f"{owner.kind} {owner.serial} at {lane.address:#x}: {format_size(lane.size)}"
     said += f", {format_size(lane.backed)} mapped{state}" if lane.reserved else ""
+    said += f", the first {format_size(lane.drawn)} drawn" if lane.drawn < lane.size else ""
     return (
         f'<div style="margin-top:6px"><code>{escape(said)}</code>'
-        f"{bar([_held(piece) for _, piece, _ in lane.pieces], lane.address, lane.size)}</div>"
+        f"{bar([_held(piece) for _, piece, _ in lane.pieces], lane.address, lane.drawn)}</div>"
     )
 
 

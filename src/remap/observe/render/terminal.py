@@ -30,7 +30,7 @@ _STYLES = (
     "white on blue",
     "white on red",
 )
-_HOLE, _PAUSED = ".", "z"
+_HOLE, _PAUSED, _ON = ".", "z", ">"
 _RIGHTS = {Access.READ_WRITE: "w", Access.READ: "r", Access.NONE: "x"}
 
 
@@ -87,6 +87,7 @@ def _lane(lane: Lane, width: int) -> Iterator[Text]:
     if lane.reserved:
         about.append(f"{format_size(lane.backed)} mapped")
     about += [f"paused, {owner.paused}"] if owner.paused else []
+    about += [f"the first {format_size(lane.drawn)} drawn"] if lane.drawn < lane.size else []
     about += ["shared"] if owner.shared else []
     about += [f"in {', '.join(owner.groups)}"] if owner.groups else []
     yield from _wrapped(f"{title}: {'; '.join(about)}", width, "bold")
@@ -94,7 +95,8 @@ def _lane(lane: Lane, width: int) -> Iterator[Text]:
         yield from _wrapped(f"  made at {owner.site[0]}", width, "dim")
     cells = width - 2
     found = list(_cells(lane, cells))
-    yield _bar([_place(piece, owner.paused) for piece in found])
+    asleep = -(-lane.asleep * cells // lane.drawn)
+    yield _bar([_place(piece, at < asleep) for at, piece in enumerate(found)], lane.drawn < lane.size)
     rights = "".join(_RIGHTS[piece.right] if piece else " " for piece in found)
     if set(rights) - {"w", " "}:
         yield Text(f" {rights}")
@@ -105,7 +107,7 @@ def _cells(lane: Lane, count: int) -> Iterator[Piece | None]:
     """Yield for each cell the piece at its beginning, or the first one that begins within it, or None."""
     starts = [offset for offset, _, _ in lane.pieces]
     for cell in range(count):
-        start, stop = cell * lane.size // count, (cell + 1) * lane.size // count
+        start, stop = cell * lane.drawn // count, (cell + 1) * lane.drawn // count
         index = bisect_right(starts, start) - 1
         if index >= 0 and starts[index] + lane.pieces[index][1].size > start:
             yield lane.pieces[index][1]
@@ -115,20 +117,22 @@ def _cells(lane: Lane, count: int) -> Iterator[Piece | None]:
             yield None
 
 
-def _place(piece: Piece | None, paused: str) -> tuple[str, str]:
+def _place(piece: Piece | None, asleep: bool) -> tuple[str, str]:
     if piece is None:
-        return (_PAUSED if paused else _HOLE, "dim")
+        return (_PAUSED if asleep else _HOLE, "dim")
     return symbol(piece.location), style(piece.location)
 
 
-def _bar(cells: list[tuple[str, str]]) -> Text:
+def _bar(cells: list[tuple[str, str]], goes_on: bool) -> Text:
     parts = [
         ("".join(mark for mark, _ in same), look) for look, same in groupby(cells, key=lambda cell: cell[1])
     ]
-    return Text.assemble("[", *parts, "]")
+    return Text.assemble("[", *parts, _ON if goes_on else "]")
 
 
 def _held(lane: Lane) -> str:
+    if lane.asleep and not lane.pieces:
+        return f"  {format_size(lane.asleep)} asleep, {lane.owner.paused}"
     held = sum_by_location(piece for _, piece, _ in lane.pieces)
     said = (
         " + ".join(f"{format_size(size)} on {place}" for place, size in held.items()) or "nothing behind it"
@@ -141,13 +145,14 @@ def _legend(lanes: list[Lane], width: int) -> Iterator[Text]:
     places = sorted({piece.location for lane in lanes for _, piece, _ in lane.pieces})
     parts = [f"{symbol(place)} {place}" for place in places]
     parts += [f"{_HOLE} nothing behind it"] if any(lane.backed < lane.size for lane in lanes) else []
-    parts += [f"{_PAUSED} paused"] if any(lane.owner.paused for lane in lanes) else []
+    parts += [f"{_PAUSED} paused"] if any(lane.asleep for lane in lanes) else []
+    parts += [f"{_ON} goes on, empty"] if any(lane.drawn < lane.size for lane in lanes) else []
     rights = {piece.right for lane in lanes for _, piece, _ in lane.pieces}
     if rights - {Access.READ_WRITE}:
         parts.append("below: w may be written, r read only, x no access")
     if lanes:
         cells = width - 2
-        scales = sorted({-(-lane.size // cells) for lane in lanes})
+        scales = sorted({-(-lane.drawn // cells) for lane in lanes})
         least, most = format_size(scales[0]), format_size(scales[-1])
         parts.append(f"a character is {least if least == most else f'{least} to {most}'}")
     yield from _wrapped("legend: " + "; ".join(parts), width)
