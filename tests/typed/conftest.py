@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import remap
-from remap.testing.typed import gate
+from remap.testing.typed import hold
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -13,7 +13,7 @@ def _warm() -> None:
     for device in remap.devices():
         with remap.Stream(device) as stream:
             with remap.DeviceBox.zeroed(1 << 20, stream=stream) as box:
-                gate(stream).set()
+                hold(stream).set()
                 box.fill(1.5, stream=stream)
             stream.synchronize()
         remap.DeviceBox.trim(device)

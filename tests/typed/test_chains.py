@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import remap
 from remap.errors import ClosedError, InUseError, InvalidValueError
 from remap.streams import StreamCalls
 from remap.testing.stage import Stage
-from remap.testing.typed import gate
+from remap.testing.typed import gate, hold
 
 pytest_plugins = ("remap.testing.stage",)
 
@@ -89,8 +91,7 @@ def test_what_is_copied_out_is_what_was_there_then(stage: Stage) -> None:
 
 def test_a_stream_of_ones_own(stage: Stage) -> None:
     """On a named stream, a chain comes after what was queued there, and run() does not wait."""
-    with remap.Stream() as stream:
-        opened = gate(stream)
+    with remap.Stream() as stream, gate(stream) as opened:
         chain = remap.chain()
         chain.copy_out(chain.zeroed(10))
         run = chain.run(stream=stream)
@@ -143,16 +144,26 @@ def test_runs_that_are_dropped(stage: Stage) -> None:
     assert remap.DeviceBox.statistics().used == 0
 
 
+@contextmanager
+def opened_at_the_end(gates: list[threading.Event]) -> Generator[None]:
+    """Open gates at the end of a block, whatever happens in it."""
+    try:
+        yield
+    finally:
+        for one in gates:
+            one.set()
+
+
 def test_awaiting(stage: Stage) -> None:
     """Chains are awaited side by side, and the event loop runs meanwhile."""
     array = np.arange(100, dtype="int32")
     ticks = 0
+    opened: list[threading.Event] = []
 
     async def main() -> None:
         nonlocal ticks
-        opened: list[threading.Event] = []
         held = remap.chain()
-        held.call(lambda stream: opened.append(gate(stream)))
+        held.call(lambda stream: opened.append(hold(stream)))
         held.copy_out(held.zeroed(5))
         waiting = asyncio.ensure_future(_awaited(held))
         results = await asyncio.gather(*(_awaited(build(array)) for _ in range(5)))
@@ -165,7 +176,8 @@ def test_awaiting(stage: Stage) -> None:
         opened[0].set()
         assert (await asyncio.wait_for(waiting, 30)).shape == (5,)
 
-    asyncio.run(main())
+    with opened_at_the_end(opened):
+        asyncio.run(main())
     assert ticks == 10
     settle()
 
@@ -177,7 +189,7 @@ def test_cancelling(stage: Stage) -> None:
 
     async def main() -> None:
         held = remap.chain()
-        held.call(lambda stream: opened.append(gate(stream)))
+        held.call(lambda stream: opened.append(hold(stream)))
         held.copy_out(held.zeroed(5))
         task = asyncio.ensure_future(_awaited(held))
         await asyncio.sleep(0.01)
@@ -185,8 +197,8 @@ def test_cancelling(stage: Stage) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(main())
-    opened[0].set()
+    with opened_at_the_end(opened):
+        asyncio.run(main())
     remap.device().synchronize()
     stage.recording.forget()  # it remembers the host function, which holds the run
     gc.collect()

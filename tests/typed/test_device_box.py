@@ -38,8 +38,7 @@ def test_there_and_back(stage: Stage, dtype: str) -> None:
 
 def test_closing_never_waits(stage: Stage) -> None:
     """A box is closed while work on it is held up on two streams, and its memory stays until that has passed."""
-    with remap.Stream(0) as home, remap.Stream(0) as other:
-        opened = gate(other)
+    with remap.Stream(0) as home, remap.Stream(0) as other, gate(other) as opened:
         box = remap.DeviceBox.zeroed(COUNT, "uint8", stream=home)
         box.fill(7, stream=other)
         out = np.zeros(COUNT, "uint8")
@@ -59,8 +58,7 @@ def test_closing_never_waits(stage: Stage) -> None:
 
 def test_other_streams_wait_for_the_allocation(stage: Stage) -> None:
     """Work on another stream comes after what the home stream has queued, with no word from the user."""
-    with remap.Stream(0) as home, remap.Stream(0) as other:
-        opened = gate(home)
+    with remap.Stream(0) as home, remap.Stream(0) as other, gate(home) as opened:
         box = remap.DeviceBox.zeroed(COUNT, "uint8", stream=home)
         box[:10].fill(5, stream=other)
         assert not other.done
@@ -89,8 +87,7 @@ def test_foreign_streams(stage: Stage) -> None:
     driver = remap.driver()
     with remap.device(0).current():
         handle = driver.create_stream()
-    with remap.Stream(0) as home:
-        opened = gate(home)
+    with remap.Stream(0) as home, gate(home) as opened:
         box = remap.DeviceBox.zeroed(100, "uint8", stream=home)
         with box.use(handle) as address, remap.device(0).current():
             driver.fill(address, 3, 1, 100, handle)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -22,16 +20,6 @@ pytest_plugins = ("remap.testing.stage",)
 
 SOURCES = ("plain", "mapped")
 TYPES = ("float32", "float64", "int8", "uint16", "int64", "complex64", "bool")
-
-
-@contextmanager
-def held_up(stream: remap.Stream) -> Generator[threading.Event]:
-    """Hold a stream up until the block ends, or the event is set."""
-    opened = gate(stream)
-    try:
-        yield opened
-    finally:
-        opened.set()
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -147,7 +135,7 @@ def test_the_array_may_change_at_once(stage: Stage) -> None:
 
 def test_the_array_is_kept_until_the_stream_has_passed(stage: Stage) -> None:
     """With a stream the copy happens later, from an array that lives on though nobody else has it."""
-    with remap.Stream(0) as stream, held_up(stream) as opened:
+    with remap.Stream(0) as stream, gate(stream) as opened:
         expected = np.arange(1 << 12)
         buffer = remap.DeviceBuffer.from_host(expected.copy(), stream=stream)
         opened.set()
@@ -160,7 +148,7 @@ def test_copies_come_after_what_was_queued(stage: Stage) -> None:
     with (
         remap.Stream(0) as stream,
         remap.DeviceBuffer.zeroed(1 << 16, "uint8", device=0) as buffer,
-        held_up(stream) as opened,
+        gate(stream) as opened,
     ):
         buffer.fill(7, stream=stream)
         threading.Timer(0.05, opened.set).start()
@@ -171,7 +159,7 @@ def test_closing_waits(stage: Stage) -> None:
     """Closing waits for the streams that used the buffer."""
     with remap.Stream(0) as stream:
         buffer = remap.DeviceBuffer.zeroed(1 << 16, "uint8", device=0)
-        with held_up(stream) as opened:
+        with gate(stream) as opened:
             buffer.fill(7, stream=stream)
             closing = threading.Thread(target=buffer.close)
             closing.start()

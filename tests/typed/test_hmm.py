@@ -68,13 +68,12 @@ def test_host_arrays_are_kept(stage: Stage, vector_add: remap.Kernel) -> None:
     array, out = numbers(1), np.zeros(N, np.float32)
     reference = weakref.ref(array)
     with remap.Stream(0) as stream:
-        opened = gate(stream)
-        vector_add.launch(array, array, out, N, **SHAPE, stream=stream)
-        del array
-        stage.recording.forget()
-        gc.collect()
-        assert reference() is not None
-        opened.set()
+        with gate(stream):
+            vector_add.launch(array, array, out, N, **SHAPE, stream=stream)
+            del array
+            stage.recording.forget()
+            gc.collect()
+            assert reference() is not None
         stream.synchronize()
     assert (out == numbers(1) * 2).all()
     assert wait_until(lambda: reference() is None)

@@ -47,9 +47,8 @@ def test_typed_buffers_in_kernels(stage: Stage, vector_add: remap.Kernel) -> Non
         first = remap.DeviceBuffer.from_host(a, device=0)
         second = remap.DeviceBox.from_host(b, stream=stream)
         with remap.pinned(N, "float32") as third:
-            opened = gate(stream)
-            vector_add.launch(first, second, third, N, **SHAPE, stream=stream)
-            opened.set()
+            with gate(stream):
+                vector_add.launch(first, second, third, N, **SHAPE, stream=stream)
             assert (third.numpy() == a + b).all()
             gc.collect()
         out = remap.DeviceBuffer.zeroed((3, N), device=0)

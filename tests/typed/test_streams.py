@@ -19,8 +19,7 @@ pytest_plugins = ("remap.testing.stage",)
 
 def test_streams_are_concurrent(stage: Stage) -> None:
     """A stream that is held up does not hold up another."""
-    with remap.Stream(0) as one, remap.Stream(0) as two:
-        opened = gate(one)
+    with remap.Stream(0) as one, remap.Stream(0) as two, gate(one) as opened:
         assert not one.done
         two.synchronize()
         assert two.done
@@ -31,23 +30,26 @@ def test_streams_are_concurrent(stage: Stage) -> None:
 def test_fork_starts_where_the_parent_is(stage: Stage) -> None:
     """A fork waits for what the parent had queued, and not for what it queues later."""
     with remap.Stream(0) as parent:
-        opened = gate(parent)
-        with parent.fork() as child:
+        with gate(parent) as opened:
+            child = parent.fork()
             assert child.device == parent.device
             assert not child.done
             opened.set()
             child.synchronize()
-            later = gate(parent)
+        with child, gate(parent):
             child.synchronize()
             assert not parent.done
-            later.set()
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_join(stage: Stage, slow: int) -> None:
     """A join waits for all that the others have queued, given in whatever form, and the host does not wait."""
-    with remap.Stream(0) as parent, remap.Stream(0) as one, remap.Stream(0) as two:
-        opened = gate((one, two)[slow])
+    with (
+        remap.Stream(0) as parent,
+        remap.Stream(0) as one,
+        remap.Stream(0) as two,
+        gate((one, two)[slow]) as opened,
+    ):
         parent.join(one, two.handle)
         assert not parent.done
         opened.set()
@@ -71,19 +73,18 @@ def test_fork_and_join_order_memory(stage: Stage) -> None:
 def test_events(stage: Stage) -> None:
     """An event is done when what it marks is; streams and the host can wait for it."""
     with remap.Stream(0) as one, remap.Stream(0) as two:
-        opened = gate(one)
-        event = one.record()
-        two.wait(event)
-        assert not event.done
-        assert not two.done
-        opened.set()
-        event.synchronize()
-        assert event.done
-        two.synchronize()
-        again = gate(one)
-        assert one.record(event) is event
-        assert not event.done
-        again.set()
+        with gate(one) as opened:
+            event = one.record()
+            two.wait(event)
+            assert not event.done
+            assert not two.done
+            opened.set()
+            event.synchronize()
+            assert event.done
+            two.synchronize()
+        with gate(one):
+            assert one.record(event) is event
+            assert not event.done
         event.synchronize()
         event.close()
         with pytest.raises(ClosedError):
@@ -94,12 +95,12 @@ def test_elapsed(stage: Stage) -> None:
     """Two timing events measure what lies between them; others refuse."""
     with remap.Stream(0) as stream:
         start = stream.record(timing=True)
-        opened = gate(stream)
-        end = stream.record(timing=True)
-        with pytest.raises(DriverError):  # not reached
-            start.elapsed(end)
-        threading.Timer(0.05, opened.set).start()
-        end.synchronize()
+        with gate(stream) as opened:
+            end = stream.record(timing=True)
+            with pytest.raises(DriverError):  # not reached
+                start.elapsed(end)
+            threading.Timer(0.05, opened.set).start()
+            end.synchronize()
         assert 40 <= start.elapsed(end) < 30_000
         plain = stream.record()
         with pytest.raises(DriverError):
@@ -137,8 +138,8 @@ def test_blocking_streams_wait_for_the_default_stream(stage: Stage) -> None:
         remap.Stream(0, nonblocking=False) as blocking,
         remap.Stream(0) as apart,
         remap.DeviceBuffer.zeroed(100, "uint8", device=0) as buffer,
+        gate(blocking) as opened,
     ):
-        opened = gate(blocking)
         buffer.fill(1, stream=default)
         assert not default.done
         apart.synchronize()
@@ -161,10 +162,9 @@ class Foreign:
 def test_foreign_streams(stage: Stage) -> None:
     """Anything with `__cuda_stream__` is a stream, if its version is known."""
     with remap.Stream(0) as stream, remap.DeviceBuffer.zeroed(100, "uint8", device=0) as buffer:
-        opened = gate(stream)
-        buffer.fill(1, stream=Foreign(stream.handle))
-        assert not stream.done
-        opened.set()
+        with gate(stream):
+            buffer.fill(1, stream=Foreign(stream.handle))
+            assert not stream.done
         assert (buffer.to_host() == 1).all()
         with pytest.raises(InvalidValueError, match="version"):
             buffer.fill(1, stream=Foreign(stream.handle, version=7))

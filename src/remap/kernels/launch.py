@@ -81,8 +81,12 @@ class Kernel:
         It is called once for each launch, with the launch and the arguments: an address is a `Pointer`, whose
         `read(dtype, shape)` and `write(dtype, shape)` return arrays straight over memory; everything else is as it
         was given. It must do what all threads of the kernel do together.
+
+        Raises `TypeError` for a function that does not take as many arguments as the kernel has parameters, and the
+        launch before them. What it raises when it runs is a `KernelError` at the next wait.
         """
-        self._twin = runner(twin, self.name)
+        known = self._packer.parameters
+        self._twin = runner(twin, self.name, None if known is None else len(known))
         self._kept.clear()
         return twin
 

@@ -151,7 +151,7 @@ class Packer:
         numbers: list[Packed] = []
         for index, code in enumerate(plan.codes):
             value = given[index]
-            if isinstance(value, Span) or (isinstance(value, DeviceArray) and isinstance(value.owner, Span)):
+            if _is_ours(value):
                 places.append(index)
             elif isinstance(value, _NUMBERS) and len(code) == 1:
                 offset = arguments._start + plan.offsets[index]
@@ -340,6 +340,10 @@ _WORDS = {
 
 def _told(parameter: Parameter) -> str:
     return f"{_WORDS[parameter.type]} of {parameter.size} byte{'s' * (parameter.size != 1)}"
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value.owner if isinstance(value, DeviceArray) else value, Span)
 
 
 def _array_address(array: DeviceArray) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import remap
 from remap.drivers.powers import SupportsHostFunctions
@@ -11,8 +13,21 @@ from remap.streams import StreamCalls
 LIMIT = 30.0
 
 
-def gate(stream: StreamCalls) -> threading.Event:
-    """Hold a stream up until the event that is returned is set, or `LIMIT` seconds have passed."""
+@contextmanager
+def gate(stream: StreamCalls) -> Generator[threading.Event]:
+    """Hold a stream up until the event that is given is set: at the end of the block, whatever happens in it."""
+    opened = hold(stream)
+    try:
+        yield opened
+    finally:
+        opened.set()
+
+
+def hold(stream: StreamCalls) -> threading.Event:
+    """Hold a stream up until the event that is returned is set, or `LIMIT` seconds have passed.
+
+    CUDA calls host functions one at a time: whatever else is to be called, for any stream, waits behind this one.
+    """
     opened = threading.Event()
     driver = remap.driver()
     assert isinstance(driver, SupportsHostFunctions)
