@@ -77,8 +77,8 @@ class LaunchError(RemapError):
 class KernelError(RemapError):
     """A kernel did what a GPU would do wrongly in silence: a race, a barrier that not all threads reach.
 
-    Found by the host driver, and raised by the next wait. Memory and context are intact; what the kernel should have
-    written is undefined.
+    Found by the host driver, and raised by the next wait; so is what the Python twin of a compiled kernel raises.
+    Memory and context are intact; what the kernel should have written is undefined.
     """
 
 

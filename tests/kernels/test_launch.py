@@ -18,6 +18,7 @@ from remap.errors import (
     CudaResult,
     DriverError,
     InvalidValueError,
+    KernelError,
     LaunchError,
     OutOfMemoryError,
 )
@@ -198,7 +199,7 @@ def test_memory_that_the_device_may_not_use_is_refused_by_name(
         pytest.raises(AccessError, match="launch of vector_add"),
     ):
         kernel.launch(a, b, mapping, N, **SHAPE)
-    assert (a._busy, b._busy, c._busy) == (0, 0, 0)
+    assert not (a._busy or b._busy or c._busy)
 
 
 def test_wrong_arguments_are_refused_before_the_launch(
@@ -236,6 +237,40 @@ def test_types_can_be_named_to_check_a_kernel(module: Module, buffers: tuple[rem
         module.function("vector_add", ["what"])
 
 
+def test_a_mistake_in_a_twin_is_reported_and_costs_nothing(
+    module: Module, buffers: tuple[remap.Buffer, ...], stream: remap.Stream
+) -> None:
+    """What a twin raises is a KernelError that names kernel, error and line; the context and the memory are intact."""
+    kernel = module.function("vector_add")
+
+    @kernel.host
+    def _(launch: object, a: Pointer, b: Pointer, c: Pointer, n: int) -> None:
+        raise ValueError("the sum is late")
+
+    if remap.driver().name != "host":
+        return  # the compiled kernel runs there, and a twin never does
+    kernel.launch(*buffers, N, **SHAPE, stream=stream)
+    said = r"vector_add.*ValueError: the sum is late \(.*test_launch\.py:\d+\)"
+    with pytest.raises(KernelError, match=said) as caught:
+        stream.synchronize()
+    assert isinstance(caught.value.__cause__, ValueError)
+    kernel_of(module).launch(*buffers, N, **SHAPE, stream=stream)
+    stream.synchronize()
+    a, b, c = (one.to_host("float32", N) for one in buffers)
+    assert np.array_equal(c, a + b)
+
+
+def test_a_twin_takes_as_many_arguments_as_its_kernel(module: Module) -> None:
+    """A twin of other arity is refused when it is registered; one that takes any number, and defaults, are fine."""
+    kernel = module.function("vector_add")
+    with pytest.raises(TypeError, match=r"vector_add is called with the launch and the kernel's 4 arguments"):
+        kernel.host(lambda launch, a, b: None)
+    with pytest.raises(TypeError, match="takes nothing"):
+        kernel.host(lambda: None)
+    kernel.host(lambda *everything: None)
+    kernel.host(lambda launch, a, b, c, n=5: None)
+
+
 def test_the_same_function_is_the_same_kernel(module: Module) -> None:
     """Asking twice gives one object, so that a twin stays registered."""
     assert module.function("vector_add") is module.function("vector_add")
@@ -261,7 +296,7 @@ def test_a_failed_launch_leaves_every_buffer_free() -> None:
             faulty.fail("launch", result=CudaResult.OUT_OF_MEMORY)
             with pytest.raises(OutOfMemoryError):
                 kernel.launch(*made, N, **SHAPE)
-            assert [one._busy for one in made] == [0, 0, 0]
+            assert not any(one._busy for one in made)
             assert not any(one._uses for one in made)
             for buffer in made:
                 buffer.close()
