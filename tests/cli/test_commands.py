@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import click
 import pytest
 
+import remap as remap_package
 from remap.cli import cli
+from remap.cli.environment import _OURS, VARIABLES, present, unknown
 
 
 def remap(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -100,6 +104,75 @@ def test_debug_shows_where_an_error_comes_from() -> None:
     debug = remap(*arguments, REMAP_DEBUG="1")
     assert debug.returncode == 1
     assert "Traceback" in debug.stderr
+
+
+def test_module() -> None:
+    """`python -m remap` is the same command, for where the script is not on the path."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "remap", "--help"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == remap("--help").stdout
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "100"])
+def test_help_is_whole(columns: str) -> None:
+    """No line of the lists of commands is cut off, and none is wider than a narrow terminal."""
+    for arguments in (("-h",), ("demo", "-h")):
+        text = remap(*arguments, COLUMNS=columns).stdout
+        assert "..." not in text.partition("Commands:")[2]
+        assert max(map(len, text.splitlines())) <= int(columns)
+
+
+def test_environment_variables_are_listed() -> None:
+    """Every REMAP_ variable that the sources read is in the help and in the documentation, and nothing else is."""
+    source = Path(remap_package.__file__).parent
+    named = {
+        name
+        for path in source.rglob("*.py")
+        for name in re.findall(r'"(REMAP_[A-Z_]+)"', path.read_text("utf-8"))
+    }
+    assert set(VARIABLES) == named - set(_OURS)
+    text = remap("--help").stdout
+    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
+    for name, what in VARIABLES.items():
+        assert re.search(rf"^  {name} ", text, re.MULTILINE)
+        assert re.search(rf"^\| `{name}` \|", page, re.MULTILINE)
+        assert len(what) < 70
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(VARIABLES)
+
+
+def test_misspelt_variables_are_noticed() -> None:
+    """`remap doctor` looks for variables that are almost ours."""
+    environment = {"REMAP_DRIVER": "host", "REMAP_DRIVR": "cuda", "REMAP_TRACE_OWNER": "7", "HOME": "/"}
+    assert present(environment) == {"REMAP_DRIVER": "host"}
+    assert unknown(environment) == ["REMAP_DRIVR"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("map", "none.json"), ("trace", "none.json"), ("map", "a.json", "--since", "b")]
+)
+def test_files_that_are_not_there(arguments: tuple[str, ...]) -> None:
+    """A missing file is named in words."""
+    done = remap(*arguments)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: \S+: no such file or directory\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("doctor", "--out"),
+        ("map", "x.json", "--html"),
+        ("demo", "vector-add", "--out"),
+        ("demo", "graph-memory", "--plot"),
+    ],
+)
+def test_files_that_cannot_be_written(arguments: tuple[str, ...]) -> None:
+    """A place where nothing can be written is refused before the work, not after it."""
+    done = remap(*arguments, "/no/such/folder/out.svg")
+    assert (done.returncode, done.stdout) == (64, "")
+    assert "there is no directory /no/such/folder" in " ".join(done.stderr.split())
 
 
 def test_reader_that_goes_away() -> None:

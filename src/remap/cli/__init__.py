@@ -17,6 +17,7 @@ import click
 
 from remap.cli.demo import demo
 from remap.cli.doctor import doctor
+from remap.cli.environment import VARIABLES
 from remap.cli.explain import explain
 from remap.cli.map import map_
 from remap.cli.serve import serve
@@ -29,7 +30,17 @@ FAILED, WAIVED, MISUSE, INTERRUPTED = 1, 2, 64, 130
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(context_settings=_SETTINGS, invoke_without_command=True)
+class _Command(click.Group):
+    """The group at the top, whose help ends with the environment variables."""
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write them as click writes options."""
+        del context
+        with formatter.section("Environment"):
+            formatter.write_dl(list(VARIABLES.items()))
+
+
+@click.group(cls=_Command, context_settings=_SETTINGS, invoke_without_command=True)
 @click.version_option(None, "--version", package_name="remap", help="Show the version and exit.")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -94,6 +105,8 @@ def _show(error: BaseException) -> None:
         traceback.print_exception(error)
         return
     said = str(error) or "the process ran out of memory"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        said = f"{os.fsdecode(error.filename)}: {error.strerror[0].lower()}{error.strerror[1:]}"
     for note in getattr(error, "__notes__", ()):
         said += f"\n  {note}"
     click.echo(f"error: {said}", err=True)

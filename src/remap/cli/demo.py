@@ -6,12 +6,13 @@ import math
 
 import click
 
+from remap.cli.files import OutFile
 from remap.drivers import NAMES
 from remap.errors import InvalidValueError
 from remap.sizes import parse_size
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, short_help="Run programs that show what remap does.")
 @click.pass_context
 def demo(context: click.Context) -> None:
     """Small programs that show, step by step, what remap does."""
@@ -34,7 +35,7 @@ _DRIVER = click.option(
 _DEVICE = click.option("--device", type=int, help="The number of the device; by default the fastest.")
 
 
-@demo.command("vector-add")
+@demo.command("vector-add", short_help="Add vectors striped over devices.")
 @_DRIVER
 @click.option("--device", type=int, help="The number of the device that adds; by default the fastest.")
 @click.option(
@@ -56,7 +57,7 @@ _DEVICE = click.option("--device", type=int, help="The number of the device; by 
 @click.option(
     "--b", "b_file", type=_FILE, metavar="FILE.npy", help="The second vector, as long as the first."
 )
-@click.option("--out", type=_FILE, metavar="FILE.npy", help="Where to write the sum.")
+@click.option("--out", type=OutFile(), metavar="FILE.npy", help="Where to write the sum.")
 @click.option("--plain", is_flag=True, help="Run the same program on plain allocation (cuMemAlloc).")
 def vector_add(
     driver: str | None,
@@ -98,7 +99,7 @@ def vector_add(
     return 0 if run(request) else 1
 
 
-@demo.command("share")
+@demo.command("share", short_help="Let two processes use one buffer.")
 @_DRIVER
 @click.option(
     "--device", type=int, help="The number of the device that holds the memory; by default the fastest."
@@ -113,7 +114,7 @@ def share(driver: str | None, device: int | None) -> int:
     return 0 if run(driver, device) else 1
 
 
-@demo.command("elastic")
+@demo.command("elastic", short_help="Grow and share a cache in place.")
 @_DRIVER
 @_DEVICE
 @click.option("--capacity", default="64GiB", show_default=True, help="How many addresses are reserved.")
@@ -144,7 +145,7 @@ def elastic(
     return 0 if run(request) else 1
 
 
-@demo.command("pause")
+@demo.command("pause", short_help="Put buffers to sleep and wake them.")
 @_DRIVER
 @_DEVICE
 @click.option("--buffers", type=click.IntRange(min=1), default=4, help="How many buffers; 4 by default.")
@@ -192,7 +193,7 @@ def pause(
     return 0 if run(request) else 1
 
 
-@demo.command("graph-memory")
+@demo.command("graph-memory", short_help="What graphs hold, in four experiments.")
 @_DRIVER
 @_DEVICE
 @click.option(
@@ -216,7 +217,7 @@ def pause(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON; the report goes to stderr.")
 @click.option(
-    "--plot", type=_FILE, metavar="FILE.png|.svg", help="Draw the figures (needs the extra remap[plot])."
+    "--plot", type=OutFile(), metavar="FILE.png|.svg", help="Draw the figures (needs the extra remap[plot])."
 )
 def graph_memory(
     driver: str | None,
@@ -252,7 +253,7 @@ def graph_memory(
     return 0 if run(request) else 1
 
 
-@demo.command("kernels")
+@demo.command("kernels", short_help="Kernels in Python, checked with NumPy.")
 @_DRIVER
 @_DEVICE
 @click.option(

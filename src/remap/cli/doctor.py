@@ -8,19 +8,18 @@ from typing import Any
 
 import click
 
+from remap.cli.files import OutFile
 from remap.drivers import NAMES
 
 
-@click.command()
+@click.command(short_help="Examine this machine; name what to mend.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for scripts.")
 @click.option("--driver", type=click.Choice(NAMES), help="Look at one driver only.")
 @click.option("--bandwidth", is_flag=True, help="Measure the links to the host and between devices, too.")
 @click.option(
     "--facts", is_flag=True, help="Measure what the driver does rule by rule; print it as a profile (JSON)."
 )
-@click.option(
-    "--out", type=click.Path(dir_okay=False), metavar="FILE", help="Write the JSON or the profile to a file."
-)
+@click.option("--out", type=OutFile(), metavar="FILE", help="Write the JSON or the profile to a file.")
 def doctor(as_json: bool, driver: str | None, bandwidth: bool, facts: bool, out: str | None) -> int:
     """Examine this machine: drivers, devices, each capability with the reason and the cure, and a self-test.
 
@@ -66,6 +65,12 @@ def _report(all_found: dict[str, Any]) -> None:
 
     report = Report()
     report.step("remap", f"{all_found['remap']} on Python {all_found['python']}")
+    for name, value in all_found["environment"].items():
+        report.step("environment", f"{name}={value}")
+    for name in all_found["environment_unknown"]:
+        report.step(
+            "environment", _with_cure(f"note: {name} is none of remap's variables", "See remap --help")
+        )
     label = "system"
     for check in all_found["system"]:
         sign = "ok" if check["ok"] else "PROBLEM" if check["needed"] else "note"

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from remap.cli.cures import checks, cure
+from remap.cli.environment import present, unknown
 
 WELL, PROBLEM, NO_GPU = 0, 1, 2
 _PATIENCE = 300
@@ -28,6 +29,8 @@ def examine(wanted: tuple[str, ...], more: list[str], python: str = sys.executab
         "python": sys.version.split()[0],
         "drivers": drivers,
         "system": system,
+        "environment": present(),
+        "environment_unknown": unknown(),
         "self_test": {"passed": passed, "drivers": sorted(tested), "steps": steps},
     }
     return {**found, "status": status_of(found)}

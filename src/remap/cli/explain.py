@@ -7,7 +7,7 @@ import textwrap
 import click
 
 
-@click.command()
+@click.command(short_help="Show what an error means, on an example.")
 @click.argument("error", metavar="[ERROR]", required=False)
 def explain(error: str | None) -> int:
     """Show a small program that raises ERROR, what it says, why, and the cure. Without ERROR, list them all."""

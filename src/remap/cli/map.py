@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
+from remap.cli.files import OutFile
 
-@click.command("map")
+
+@click.command("map", short_help="Draw a saved snapshot of memory.")
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False))
-@click.option(
-    "--html", type=click.Path(dir_okay=False), metavar="OUT", help="Write a page to look around in, instead."
-)
+@click.option("--html", type=OutFile(), metavar="OUT", help="Write a page to look around in, instead.")
 @click.option(
     "--since", type=click.Path(dir_okay=False), metavar="EARLIER", help="Show what changed since a snapshot."
 )

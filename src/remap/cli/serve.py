@@ -7,7 +7,7 @@ import time
 import click
 
 
-@click.command()
+@click.command(short_help="Keep named buffers alive (the broker).")
 @click.option(
     "--path",
     type=click.Path(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 
-@click.command("trace")
+@click.command("trace", short_help="Print a recorded run, call by call.")
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False))
 @click.option(
     "--as", "language", type=click.Choice(("c", "python")), help="Print the run as a program in a language."
