@@ -150,12 +150,12 @@ class Packer:
         places: list[int] = []
         numbers: list[Packed] = []
         for index, code in enumerate(plan.codes):
-            value = given[index]
+            value: Any = given[index]
             if _is_ours(value):
                 places.append(index)
             elif isinstance(value, _NUMBERS) and len(code) == 1:
                 offset = arguments._start + plan.offsets[index]
-                numbers.append((index, type(value), struct.Struct(code), offset))
+                numbers.append((index, value.__class__, struct.Struct(code), offset))
             else:
                 return None
         return places, numbers
