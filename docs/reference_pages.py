@@ -244,6 +244,19 @@ def pages(says: Mapping[str, str] | None = None) -> dict[str, str]:
     return {f"{name}.md": text for name, text in found.items()}
 
 
+def contents(text: str) -> str:
+    """Return a table of contents for each section of a page that lists links."""
+    parts: list[str] = []
+    for section in text.split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        links = re.findall(r"^- \[[^\]]+\]\((\S+)\.(?:md|ipynb)\)$", body, re.MULTILINE)
+        if title == "Look up":
+            links.insert(1, "reference/index")
+        entries = "\n".join(links)
+        parts.append(f"\n```{{toctree}}\n:caption: {title}\n:maxdepth: 1\n:hidden:\n\n{entries}\n```\n")
+    return "".join(parts)
+
+
 def write() -> None:
     """Write the pages; one that is as it was is left alone, so that Sphinx does not read it again."""
     OUT.mkdir(exist_ok=True)

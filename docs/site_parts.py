@@ -8,7 +8,7 @@ from typing import Any
 
 from docutils import nodes
 from pictures import page
-from reference_pages import torch_names, write
+from reference_pages import contents, torch_names, write
 from sphinx import addnodes
 from sphinx.domains.python import PyXRefRole
 from sphinx.util import logging
@@ -63,10 +63,20 @@ def write_map(app: Any, error: Exception | None) -> None:
         page(Path(app.outdir, "map.html"))
 
 
+def add_contents(_: Any, name: str, source: list[str]) -> None:
+    """Let the lists of links of the first page be the contents that the site shows at its side.
+
+    They stand there as plain lists, so that they can be read where no Sphinx has been: on the pages of a repository.
+    """
+    if name == "index":
+        source[0] += contents(source[0])
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Take part in the build."""
     app.add_role_to_domain("py", "name", NameRole())
     app.connect("builder-inited", lambda _: write())
+    app.connect("source-read", add_contents)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("doctree-read", link_names)
     app.connect("env-check-consistency", check_index)
