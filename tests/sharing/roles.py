@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from functools import wraps
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 import remap
@@ -170,3 +171,14 @@ def rank_of(link: Connection, exchange: Any) -> None:
     while link.recv() == "again":
         exchange.barrier(timeout=link.recv())
         link.send("met")
+
+
+@role
+def connected(link: Connection, path: str, name: str, access: str) -> None:
+    """Have a buffer of a broker open, and send the connection."""
+    client = remap.connect(path)
+    buffer = client.open(name, access=access)
+    assert client._channel is not None
+    link.send(DupFd(client._channel.fileno()))
+    link.recv()
+    buffer.close()

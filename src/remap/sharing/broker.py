@@ -2,7 +2,8 @@
 
 It opens no driver, creates no context and maps nothing, so what kills workers does not touch it, and it needs no GPU.
 It knows who has a buffer open: one writer, or many readers; when a client dies the kernel closes its connection, and
-what it had open counts no longer. What a client has mapped lives on without the broker, too.
+what it had open counts no longer. Where somebody waits for that it is seen earlier, and on a device not before the
+process has ended (`processes`). What a client has mapped lives on without the broker, too.
 
 One thread, one event loop, and no handler that waits for a client: one that reads slowly, or sends half of something,
 holds up nobody but itself.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import secrets
 import signal
 import time
@@ -23,19 +23,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from remap.errors import InUseError, InvalidValueError, RemapError, ShareError
+from remap.errors import InUseError, RemapError, ShareError
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.fdstore import FdStore, Kept, restore
-from remap.sharing.named import Client, Lease, Named, Waiting, check_handles, entry
+from remap.sharing.named import Client, Lease, Named, Waiting, check_handles, page
+from remap.sharing.processes import descriptor_of_end, is_exiting, raise_limit
 from remap.sharing.sockets import Listener, broker_path
 from remap.sharing.wire import LONGEST_WAIT, VERSION, Fields, check_name, encode, error_fields
 from remap.types import Access
 
 MOST_BUFFERS = 10_000
 MOST_CLIENTS = 1_000
-PAGE = 100
-"""How many buffers one answer lists."""
+_LOOK = 0.005
+"""How many seconds lie between two looks at the processes that somebody waits for."""
 
 
 class Broker:
@@ -47,6 +48,9 @@ class Broker:
         self._started = time.time()
         self._buffers: dict[str, Named] = {}
         self._clients: set[Client] = set()
+        self._waiting: set[Client] = set()
+        self._ending: dict[Client, Fds] = {}
+        self._looking = False
         self._serials = 0
         self._requests = 0
         self._listener = Listener(path)
@@ -69,6 +73,8 @@ class Broker:
         self._listener.close()
         for client in list(self._clients):
             self._leave(client)
+        for client in list(self._ending):
+            self._end(client)
         for named in self._buffers.values():
             named.fds.close()
         self._buffers.clear()
@@ -127,16 +133,55 @@ class Broker:
         if client not in self._clients:
             return
         self._clients.remove(client)
+        self._waiting.discard(client)
         self._loop.remove_reader(client.channel)
         client.close()
         if client.waiting is not None:
             client.waiting.timer.cancel()
+        end = descriptor_of_end(client.process) if client.writes_on_device else None
+        if end is None:
+            self._end(client)
+        else:
+            self._ending[client] = Fds([end])
+            self._loop.add_reader(end, self._end, client)
+
+    def _end(self, client: Client) -> None:
+        """End the leases of a client that has gone, and whose process writes nothing any more."""
+        with self._ending.pop(client, Fds()) as end:
+            for number in end.numbers:
+                self._loop.remove_reader(number)
         for number, lease in list(client.leases.items()):
             del lease.named.leases[number]
         freed = {lease.named.name for lease in client.leases.values()}
         client.leases.clear()
         for name in freed:
             self._wake(name)
+
+    def _forget_exiting(self, name: str, access: Access) -> bool:
+        """End the leases that stand in the way of opening a buffer so if their processes were killed.
+
+        Return whether others stand in the way, which may be killed later.
+        """
+        named = self._buffers.get(name)
+        if named is None or named.on_device:
+            return False
+        for lease in named.in_the_way(access):
+            if not is_exiting(lease.client.process):
+                return True
+            self._leave(lease.client)
+        return False
+
+    def _look(self) -> None:
+        self._looking = False
+        wishes = {(one.waiting.name, one.waiting.access) for one in self._waiting if one.waiting is not None}
+        for wish in wishes:
+            if self._forget_exiting(*wish):
+                self._look_later()
+
+    def _look_later(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._loop.call_later(_LOOK, self._look)
 
     # -- requests --
 
@@ -186,7 +231,7 @@ class Broker:
     def _open(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
         named = self._named(request.text("name"))
-        lease = self._lease(client, named, _access(request))
+        lease = self._lease(client, named, request.access("access"))
         client.channel.send(encode({"lease": lease}, named.data), named.fds.numbers, deadline=None)
 
     def _claim(self, client: Client, request: Fields, fds: Fds) -> None:
@@ -195,7 +240,9 @@ class Broker:
         named = self._named(request.text("name"))
         if named.descriptor.identity.hex() != request.text("identity"):
             raise ShareError(f'buffer "{named.name}"', rule="another one has taken its name since")
-        client.channel.send(encode({"lease": self._lease(client, named, _access(request))}), deadline=None)
+        client.channel.send(
+            encode({"lease": self._lease(client, named, request.access("access"))}), deadline=None
+        )
 
     def _release(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
@@ -211,7 +258,8 @@ class Broker:
         del fds
         named = self._named(request.text("name"))
         if named.leases and not request.flag("force"):
-            named.check_free(Access.READ_WRITE)
+            self._forget_exiting(named.name, Access.READ_WRITE)
+            named.check_unused()
         del self._buffers[named.name]
         # What the manager does not hear of, it forgets when the service has gone for good.
         with suppress(OSError):
@@ -221,20 +269,21 @@ class Broker:
 
     def _wait(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
-        name, access = check_name(request.text("name")), _access(request, Access.NONE)
+        name, access = check_name(request.text("name")), request.access("access", Access.NONE)
         limit = request.number("timeout", LONGEST_WAIT)
+        self._forget_exiting(name, access)
         if self._ready(name, access):
             client.channel.send(b"{}\0", deadline=None)
             return
         timer = self._loop.call_later(limit, self._give_up, client)
         client.waiting = Waiting(name, access, timer)
+        self._waiting.add(client)
+        self._look_later()
 
     def _list(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
-        after = request.text("after", "")
-        names = sorted(name for name in self._buffers if name > after)
-        entries = [entry(self._buffers[name]) for name in names[:PAGE]]
-        client.channel.send(encode({"buffers": entries, "more": len(names) > PAGE}), deadline=None)
+        entries, more = page(self._buffers, request.text("after", ""))
+        client.channel.send(encode({"buffers": entries, "more": more}), deadline=None)
 
     def _status(self, client: Client, request: Fields, fds: Fds) -> None:
         del request, fds
@@ -243,7 +292,7 @@ class Broker:
             "started": self._started,
             "path": str(self.path),
             "clients": len(self._clients),
-            "waiting": sum(one.waiting is not None for one in self._clients),
+            "waiting": len(self._waiting),
             "requests": self._requests,
             "buffers": len(self._buffers),
             "bytes": sum(one.descriptor.mapped_size for one in self._buffers.values()),
@@ -276,10 +325,13 @@ class Broker:
         return found
 
     def _lease(self, client: Client, named: Named, access: Access) -> int:
+        self._forget_exiting(named.name, access)
         named.check_free(access)
         self._serials += 1
         lease = Lease(named, access, client)
         named.leases[self._serials] = client.leases[self._serials] = lease
+        if self._waiting:
+            self._look_later()
         return self._serials
 
     def _ready(self, name: str, access: Access) -> bool:
@@ -287,18 +339,18 @@ class Broker:
         if named is None:
             return False
         with suppress(InUseError):
-            if access.readable:
-                named.check_free(access)
+            named.check_free(access)
             return True
         return False
 
     def _wake(self, name: str) -> None:
         """Tell those who wait for a buffer that they can ask for it now."""
-        for client in list(self._clients):
+        for client in list(self._waiting):
             waiting = client.waiting
             if waiting is not None and waiting.name == name and self._ready(name, waiting.access):
                 waiting.timer.cancel()
                 client.waiting = None
+                self._waiting.discard(client)
                 try:
                     client.channel.send(b"{}\0", deadline=None)
                 except OSError:
@@ -306,6 +358,7 @@ class Broker:
 
     def _give_up(self, client: Client) -> None:
         waiting, client.waiting = client.waiting, None
+        self._waiting.discard(client)
         if waiting is None:
             return
         exists = waiting.name in self._buffers
@@ -329,7 +382,7 @@ def serve(
     Under a service manager with a descriptor store (systemd), a restart keeps every buffer.
     """
     kept, stray = restore(os.environ)  # before anything else can take their numbers for its own
-    _raise_limit()
+    raise_limit()
     asyncio.run(_serve(broker_path() if path is None else Path(path), on_ready, kept, stray))
 
 
@@ -353,17 +406,3 @@ async def _serve(
             store.tell("STOPPING=1")
     finally:
         broker.close()
-
-
-def _raise_limit() -> None:
-    """Let this process open as many descriptors as it may: it holds one for every chunk."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _access(request: Fields, default: Access | None = None) -> Access:
-    try:
-        return Access.parse(request.text("access", default))
-    except InvalidValueError as error:
-        raise ShareError("a request", rule=error.rule) from None

@@ -6,12 +6,13 @@ import asyncio
 import os
 import stat
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from remap.errors import DescriptorError, InUseError, ShareError
-from remap.sharing.channel import Channel, Fds, join_packet, parse_first
+from remap.sharing.channel import LARGEST_MESSAGE, Channel, Fds, join_packet, parse_first
 from remap.sharing.descriptor import MOST_CHUNKS, Descriptor
-from remap.sharing.wire import Fields
+from remap.sharing.wire import Fields, encode
 from remap.types import Access, HandleType
 
 
@@ -32,18 +33,44 @@ class Named:
         """Who has it open for writing."""
         return next((lease for lease in self.leases.values() if lease.access.writable), None)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether devices may go on writing to it when the process that made them do so is dying."""
+        return self.descriptor.driver != "host"
+
+    def in_the_way(self, access: Access) -> list[Lease]:
+        """Return the leases for which it cannot be opened so: one writer alone has it open, or many readers."""
+        if not access.readable:
+            return []
+        return [lease for lease in self.leases.values() if access.writable or lease.access.writable]
+
+    def holders(self) -> str:
+        """Say who has it open."""
+        writer = self.writer
+        if writer is not None:
+            return f"process {writer.client.process} has it open for writing"
+        readers = sorted({lease.client.process for lease in self.leases.values()})
+        if len(readers) == 1:
+            return f"process {readers[0]} has it open for reading"
+        listed = ", ".join(map(str, readers[:8])) + (", …" if len(readers) > 8 else "")
+        return f"processes {listed} have it open for reading"
+
+    def check_unused(self) -> None:
+        """Raise `InUseError` while anyone has it open: it is not to be dropped then."""
+        if self.leases:
+            raise InUseError(
+                f'drop of buffer "{self.name}"',
+                rule=self.holders(),
+                next_step="Let them close it first; or pass force=True: what they have mapped stays theirs until they "
+                "close it, and nobody can open it any more",
+            )
+
     def check_free(self, access: Access) -> None:
         """Raise `InUseError` unless it can be opened so: by one writer alone, or by many readers."""
-        writer = self.writer
-        if writer is not None or (access.writable and self.leases):
-            held = (
-                f"process {writer.client.process} has it open for writing"
-                if writer is not None
-                else f"{len(self.leases)} have it open for reading"
-            )
+        if self.in_the_way(access):
             raise InUseError(
                 f'buffer "{self.name}" with access "{access}"',
-                rule=f"{held}, and a buffer has one writer or many readers",
+                rule=f"{self.holders()}, and a buffer has one writer or many readers",
                 next_step="Wait for them with wait=, or ask again later",
             )
 
@@ -68,6 +95,11 @@ class Client:
         self._message: bytes | None = None
         self._missing = 0
         self._fds = Fds()
+
+    @property
+    def writes_on_device(self) -> bool:
+        """Whether it has a buffer open that devices may be writing to."""
+        return any(lease.access.writable and lease.named.on_device for lease in self.leases.values())
 
     def receive(self) -> tuple[Fields, Fds] | None:
         """Take one packet; return a message if that has completed one. Raises what ends the connection."""
@@ -101,7 +133,20 @@ class Waiting:
     timer: asyncio.TimerHandle
 
 
-def entry(named: Named) -> dict[str, object]:
+def page(buffers: Mapping[str, Named], after: str) -> tuple[list[dict[str, object]], bool]:
+    """Return what one answer says of the buffers behind a name, and whether there are more than it holds."""
+    entries: list[dict[str, object]] = []
+    size = 0
+    for name in sorted(name for name in buffers if name > after):
+        found = _entry(buffers[name])
+        size += len(encode({"": found}))
+        if size > LARGEST_MESSAGE - 1024:  # what stands around them
+            return entries, True
+        entries.append(found)
+    return entries, False
+
+
+def _entry(named: Named) -> dict[str, object]:
     """Return what a list of buffers says of one."""
     writer = named.writer
     return {

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from remap.errors import AccessError, DescriptorError, InUseError, InvalidValueError, RemapError, ShareError
+from remap.types import Access
 
 VERSION = 1
 
@@ -71,6 +72,13 @@ class Fields:
         if not isinstance(value, bool):
             raise ShareError(f"the field {name}", rule="it must be true or false")
         return value
+
+    def access(self, name: str, default: Access | None = None) -> Access:
+        """Return a field that is a right."""
+        try:
+            return Access.parse(self.text(name, default))
+        except InvalidValueError as error:
+            raise ShareError(f"the field {name}", rule=error.rule) from None
 
     def value(self, name: str) -> Any:
         """Return a field as it came. Only clients read those, and they trust their broker."""
