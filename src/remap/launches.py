@@ -36,17 +36,22 @@ class Usable(Protocol):
 
 
 class Launches:
-    """What is being launched at this moment, and the stamp that changes when launches have to look again."""
+    """What is being launched at this moment, and the stamps that change when launches have to look or note again."""
 
-    __slots__ = ("stamp", "under_way")
+    __slots__ = ("stamp", "under_way", "waits")
 
     def __init__(self) -> None:
         self.stamp: object = object()
+        self.waits: object = object()
         self.under_way: dict[object, Sequence[object]] = {}
 
     def renew(self) -> None:
         """Let every launch look again, when something that it looks at has changed."""
         self.stamp = object()
+
+    def forget(self) -> None:
+        """Let every launch note its stream again, when a wait has taken over what was noted, and before it waits."""
+        self.waits = object()
 
     def check_none(self, held: object, thing: Resource, doing: str) -> None:
         """Let launches look again, and raise `InUseError` if one that uses `thing` is under way.
@@ -62,14 +67,14 @@ class Launches:
                 next_step="Let that end first",
             )
 
-    def _forget(self) -> None:
+    def _forked(self) -> None:
         self.under_way = {}
         self.renew()
 
 
 launches = Launches()
 # Launches of other threads have not come along into a forked child; those of this one are refused there.
-os.register_at_fork(after_in_child=launches._forget)
+os.register_at_fork(after_in_child=launches._forked)
 
 
 class Repeat:
@@ -101,7 +106,7 @@ class Repeat:
             if self._seen is not launches.stamp:
                 self._look()
             self._call()
-            if self._noted is not launches.stamp:
+            if self._noted is not launches.waits:
                 self._note()
         finally:
             launches.under_way.pop(token, None)
@@ -130,17 +135,17 @@ class Repeat:
     def _note(self) -> None:
         """Note the stream as one that uses all of it.
 
-        A wait that forgets it meanwhile renews the stamp before it waits. So either that is seen here, or the wait
-        began after the launch, and what was noted before is waited for.
+        A wait that forgets it meanwhile says so before it waits. So either that is seen here, or the wait begins after
+        the launch, and what was noted before is waited for.
         """
         while True:
-            stamp = launches.stamp
+            waits = launches.waits
             for uses in self._uses:
                 uses.add(self.queue)
             if self.queue.transient:  # each launch has to be noted by itself
                 return
-            if stamp is launches.stamp:
-                self._noted = stamp
+            if waits is launches.waits:
+                self._noted = waits
                 return
 
 

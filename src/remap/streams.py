@@ -113,8 +113,9 @@ class Stream(Resource, StreamCalls):
         self.device = device(at)
         super().__init__(self.device._driver)
         with self.device.current():
+            self._end = End(self._driver)
             self.handle: int = self._driver.create_stream(nonblocking, priority)
-        self._end = End(self._driver)
+            self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     def _check_closable(self) -> None:
@@ -160,6 +161,7 @@ class Event(Resource):
         super().__init__(self.device._driver)
         with self.device.current():
             self.handle: int = self._driver.create_event(timing)
+            self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     def synchronize(self) -> None:
@@ -321,7 +323,7 @@ class Uses:
         self.check_not_capturing(asked)
         streams, events, held = self._streams, self._events, self._held
         self._streams, self._events, self._held = {}, {}, []
-        launches.renew()
+        launches.forget()
         try:
             for (index, handle), queue in list(streams.items()):
                 if self.escaped and any(one.index == index for one in accessing):

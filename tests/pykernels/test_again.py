@@ -152,3 +152,81 @@ def test_numbers_are_packed_anew(place: Any) -> None:
         assert out.to_host().tolist() == [float(np.float32(n) + np.float32(f) + np.float32(small))] * 8
     with pytest.raises((LaunchError, InvalidValueError), match="does not fit"):
         place.launch(fill, 1, 0.5, out, 200, grid=1, block=8)
+
+
+FACTOR: Any = 2
+LENGTH = 4
+
+
+def test_values_from_outside_are_looked_at(place: Any) -> None:
+    """What is captured or compiled in is looked at each time, its type too; a launch with the same is kept."""
+    global FACTOR, LENGTH
+    offset: Any = 1
+
+    @remap.kernel
+    def scale(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        part = remap.shared_array(LENGTH, np.int32)
+        part[remap.thread.x] = 0
+        remap.barrier()
+        out[remap.index_1d()] = x[remap.index_1d()] * FACTOR + offset + len(part)
+
+    x, out = place(np.arange(4, dtype=np.float64)), place(4, "float64")
+    for FACTOR, offset, LENGTH in (
+        (2, 1, 4),
+        (2, 1, 4),
+        (3, 1, 4),
+        (3, 0.5, 4),
+        (np.int8(3), 0.5, 4),
+        (3, 0.5, 8),
+    ):
+        for _ in range(3):
+            out.copy_from(np.zeros(4))
+            place.launch(scale, x, out, grid=1, block=4)
+            assert out.to_host().tolist() == (np.arange(4) * FACTOR + offset + LENGTH).tolist()
+    assert kept(scale) == 1
+
+
+def test_structures_from_outside_are_read_each_time(place: Any) -> None:
+    """A structure may change inside, so a launch that takes one from outside is looked at each time."""
+    given = np.zeros((), [("by", "i4")])[()]
+
+    @remap.kernel
+    def add_from_outside(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        out[remap.index_1d()] = x[remap.index_1d()] + given.by
+
+    x, out = place(np.arange(4, dtype=np.int32)), place(4, "int32")
+    for by in (1, 2, 3):
+        given["by"] = by
+        place.launch(add_from_outside, x, out, grid=1, block=4)
+        assert out.to_host().tolist() == [by, 1 + by, 2 + by, 3 + by]
+
+
+def test_a_width_among_the_numbers_is_checked_each_time(place: Any) -> None:
+    """A number that is the width of an index has to be that of the array at every launch, not only at the first."""
+
+    @remap.kernel
+    def fill(out: remap.DisjointSlice, width: int) -> None:
+        i = remap.index_2d(width)
+        out[i] = 7
+
+    out = place((4, 8), "int32")
+    for _ in range(3):
+        place.launch(fill, out, 8, grid=1, block=(8, 4))
+        with pytest.raises(LaunchError, match="wide"):
+            place.launch(fill, out, 4, grid=1, block=(8, 4))
+    assert (out.to_host() == 7).all()
+
+
+def test_the_number_of_arguments_is_looked_at(place: Any) -> None:
+    """Too many arguments, and too few, are refused though the arrays are those of a launch before."""
+
+    @remap.kernel
+    def fill(out: remap.DisjointSlice, n: int) -> None:
+        out[remap.index_1d()] = n
+
+    out = place(8, "int32")
+    for _ in range(2):
+        place.launch(fill, out, 1, grid=1, block=8)
+        for wrong in ((out,), (out, 1, 2), ()):
+            with pytest.raises(LaunchError, match="arguments"):
+                place.launch(fill, *wrong, grid=1, block=8)

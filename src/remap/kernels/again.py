@@ -13,7 +13,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from remap.launches import Repeat, Usable, launches
 from remap.lifetime import watchers
@@ -26,6 +26,19 @@ Shape: TypeAlias = tuple[Any, ...]
 
 Packed: TypeAlias = tuple[int, type, struct.Struct, int]
 """A number among the arguments: its place, its type, how it is packed, and where."""
+
+
+class Repeatable(NamedTuple):
+    """What of a launch differs from one time to the next, or may.
+
+    `places` are those of the memory among the arguments, all others are `numbers`. `outside` gives what the kernel
+    takes from outside, plain values all of them, and `values` are those of this launch.
+    """
+
+    places: Sequence[int]
+    numbers: Sequence[Packed]
+    outside: Callable[[], Sequence[Any]] | None = None
+    values: Sequence[Any] = ()
 
 
 class Kept:
@@ -51,14 +64,16 @@ class Kept:
             return False
         if kept._seen is not launches.stamp and not kept.same():
             return False
+        if kept.outside is not None and any(map(operator.is_not, kept.outside(), kept.values)):
+            return False
         if kept.numbers:
             return kept.go_with(given)
         kept.go()
         return True
 
-    def keep(self, launch: Again, stream: object, given: tuple[Any, ...], places: Sequence[int]) -> None:
-        """Keep a launch for as long as the stream and the arrays, which are at these places, live."""
-        pick = self._pick = _picker(places)
+    def keep(self, launch: Again, stream: object, given: tuple[Any, ...]) -> None:
+        """Keep a launch for as long as the stream and the arrays live."""
+        pick = self._pick = _picker(launch.places)
         arrays, kept = pick(given), self._launches
         key = (id(stream), *map(id, arrays))
 
@@ -86,7 +101,19 @@ class Again(Repeat):
     `checked` is the stamp that was there before its checks.
     """
 
-    __slots__ = ("_checked", "_last", "_packing", "_spans", "_work", "numbers", "references", "shape")
+    __slots__ = (
+        "_checked",
+        "_last",
+        "_packing",
+        "_spans",
+        "_work",
+        "numbers",
+        "outside",
+        "places",
+        "references",
+        "shape",
+        "values",
+    )
 
     def __init__(
         self,
@@ -95,16 +122,16 @@ class Again(Repeat):
         asked: str,
         call: Callable[[], None],
         shape: Shape,
-        numbers: Sequence[Packed],
+        found: Repeatable,
         checked: object,
     ) -> None:
         super().__init__(things, work.queue, asked, call)
         self.shape = shape
-        self.numbers = numbers
+        self.places, self.numbers, self.outside, self.values = found
         self.references: list[weakref.ref[Any]] = []
         self._work = work
         self._packing = threading.Lock()
-        self._last: dict[int, Any] = dict.fromkeys([index for index, *_ in numbers], self)
+        self._last: dict[int, Any] = dict.fromkeys([index for index, *_ in self.numbers], self)
         self._checked = checked
         # Rights are changed by putting another table in their place.
         spans = [thing for thing in things if isinstance(thing, Span)]

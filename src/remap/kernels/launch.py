@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from remap.drivers.powers import SupportsHostFunctions, SupportsRepeats
 from remap.drivers.protocol import SupportsModules
 from remap.errors import LaunchError
-from remap.kernels.again import Again, Kept, Packed, Shape
+from remap.kernels.again import Again, Kept, Repeatable, Shape
 from remap.kernels.image import Parameter
 from remap.kernels.params import Arguments, Packer
 from remap.kernels.twin import Twin, runner
@@ -138,7 +138,7 @@ class Kernel:
             self._launch(work)
             found = self._packer.repeatable(arguments, work.packed)
             if found is not None:
-                kept = self._keep(self._kept, work, arguments, stream, shape, *found, checked)
+                kept = self._keep(self._kept, work, arguments, stream, shape, found, checked)
         finally:
             if not kept:
                 work.packed.give_back()
@@ -150,18 +150,14 @@ class Kernel:
         given: tuple[Any, ...],
         stream: StreamLike | None,
         shape: Shape,
-        places: Sequence[int],
-        numbers: Sequence[Packed],
+        found: Repeatable,
         checked: object,
     ) -> bool:
-        """Keep a launch to be made again on the same memory; return whether that can be.
-
-        The memory is at `places` among the arguments, and `numbers` are all others; `checked` is as `Again` has it.
-        """
+        """Keep a launch to be made again on the same memory; return whether that can be."""
         function, config, queue, packed, _ = work
         if watchers or queue.transient or not (stream is None or isinstance(stream, Stream)):
             return False
-        if self._function is None and numbers:  # on the host driver they are in the function
+        if self._function is None and found.numbers:  # on the host driver they are in the function
             return False
         driver = queue.device._driver
         things: tuple[Usable, ...] = (self.module, *packed.spans)
@@ -169,7 +165,7 @@ class Kernel:
         if self._function is not None and isinstance(driver, SupportsRepeats):
             call = driver.repeat_launch(queue.device._context, function, config, queue.handle, packed)
         packed.spans = ()  # nothing is kept alive
-        kept.keep(Again(things, work, self._asked, call, shape, numbers, checked), stream, given, places)
+        kept.keep(Again(things, work, self._asked, call, shape, found, checked), stream, given)
         return True
 
     def _prepare(

@@ -20,7 +20,7 @@ import numpy as np
 
 from remap.arrays import DeviceArray
 from remap.errors import InvalidValueError, LaunchError
-from remap.kernels.again import Packed
+from remap.kernels.again import Packed, Repeatable
 from remap.kernels.image import Parameter, ParameterType
 from remap.spans import Span
 
@@ -137,13 +137,8 @@ class Packer:
         self._look_at_others(plan, given, arguments)
         return arguments
 
-    def repeatable(
-        self, given: tuple[Any, ...], arguments: Arguments
-    ) -> tuple[list[int], list[Packed]] | None:
-        """Return the places of memory of ours among the arguments, and how the numbers among them are packed.
-
-        None where there is anything else, so that they cannot be packed again without being looked at.
-        """
+    def repeatable(self, given: tuple[Any, ...], arguments: Arguments) -> Repeatable | None:
+        """Return what a repeated launch has to look at; None where anything but memory of ours and numbers is given."""
         plan = self._plans.get(tuple(map(type, given)))
         if plan is None:
             return None
@@ -158,7 +153,7 @@ class Packer:
                 numbers.append((index, value.__class__, struct.Struct(code), offset))
             else:
                 return None
-        return places, numbers
+        return Repeatable(places, numbers)
 
     def _plan(self, given: tuple[Any, ...]) -> _Plan:
         parameters = self.parameters

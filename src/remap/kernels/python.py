@@ -92,6 +92,9 @@ class PythonKernel:
         queue = loaded.module._default if stream is None else as_stream(stream, at)
         config = self._config(loaded, grid, block, shared)
         variant.check_arrays(views, arguments, at, allow_overlap)
+        found = variant.repeatable(
+            arguments
+        )  # before the values are taken: what changes in between is seen later
         if loaded.function is None:
             function, packed, touches = variant.on_host(arguments, views, allow_overlap)
             work = Work(function, config, queue, packed, touches)
@@ -100,10 +103,9 @@ class PythonKernel:
         kept = False
         try:
             loaded.kernel._launch(work)
-            found = None if variant.looks_outside else variant.repeatable(arguments)
             if found is not None:
                 shape = (len(arguments), _hashable(grid), _hashable(block), shared, allow_overlap)
-                kept = loaded.kernel._keep(self._kept, work, arguments, stream, shape, *found, checked)
+                kept = loaded.kernel._keep(self._kept, work, arguments, stream, shape, found, checked)
         finally:
             if not kept:
                 work.packed.give_back()

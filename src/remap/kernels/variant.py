@@ -11,7 +11,7 @@ import numpy as np
 
 from remap.errors import AccessError, LaunchError
 from remap.kernels import ir
-from remap.kernels.again import Packed
+from remap.kernels.again import Packed, Repeatable
 from remap.kernels.arguments import View, view_of
 from remap.kernels.cpp import Writer, captured_layout, is_empty
 from remap.kernels.host import HostWriter
@@ -51,7 +51,8 @@ class Variant:
         self._free: list[Arguments] = []
         self.asked = f"launch of {kernel.name}"
         # Whether anything from outside of the kernel has a part in it, which is then looked at before each launch.
-        self.looks_outside = bool(baked or kernel.captured)
+        self._paths = [*baked, *(path for _, path, _ in kernel.captured)]
+        self.looks_outside = bool(self._paths)
         self._arrays = [
             (index, name[2:], kind.kind == "disjoint", kind.ndim)
             for index, (name, kind) in enumerate(kernel.parameters)
@@ -170,9 +171,9 @@ class Variant:
             next_step=f"{step}; or annotate the parameter as remap.Slice, if it is only read",
         )
 
-    def _width_checks(self) -> list[tuple[int, Callable[..., int]]]:
+    def _width_checks(self) -> list[tuple[int, partial[int]]]:
         """Return, for each array that is written with a two-dimensional index, what its width has to be."""
-        found: list[tuple[int, Callable[..., int]]] = []
+        found: list[tuple[int, partial[int]]] = []
         names = [name for name, _ in self.kernel.parameters]
         for name, space in self.kernel.spaces.items():
             if space.kind == "2d":
@@ -181,7 +182,7 @@ class Variant:
                 found.append((names.index(name), self._width(space.width, names)))
         return found
 
-    def _width(self, text: str, names: list[str]) -> Callable[..., int]:
+    def _width(self, text: str, names: list[str]) -> partial[int]:
         """Return what reads the width of `index_2d(width)` from the arguments of a launch."""
         head, _, rest = text.partition(".shape[")
         if rest and f"p_{head}" in names:
@@ -195,11 +196,16 @@ class Variant:
 
     # -- passing --
 
-    def repeatable(self, arguments: tuple[Any, ...]) -> tuple[list[int], list[Packed]] | None:
-        """Return the places of the arrays among the arguments, and how the numbers among them are packed.
+    def repeatable(self, arguments: tuple[Any, ...]) -> Repeatable | None:
+        """Return what a repeated launch has to look at.
 
-        None where an array is not ours, or anything but a number goes by value.
+        None where an array is not ours, where anything but numbers goes by value, since what is inside of it can
+        change, and where a number is a width that arrays are checked against.
         """
+        if not all(isinstance(kind, Scalar) for _, _, kind in self.kernel.captured):
+            return None
+        if any(wanted.func is _argument for _, wanted in self._widths):
+            return None
         found: list[Packed] = []
         places = [index for index, _, _, _ in self._arrays]
         if not all(isinstance(getattr(arguments[one], "owner", None), Span) for one in places):
@@ -215,7 +221,13 @@ class Variant:
             given: Any = arguments[index]
             found.append((index, given.__class__, layout, start + self._offsets[value]))
             value += 1
-        return places, found
+        if not self.looks_outside:
+            return Repeatable(places, found)
+        return Repeatable(places, found, self._taken_in, self._taken_in())
+
+    def _taken_in(self) -> list[Any]:
+        """Return what is compiled in, and what is captured, as it is now."""
+        return [self._source.at(path) for path in self._paths]
 
     def _lay_out(self) -> tuple[str, list[int], list[tuple[int, int, str]]]:
         """Return the layout of all values for `struct`, where each begins, and (offset, size, what) for people."""
