@@ -154,24 +154,24 @@ def test_numbers_are_packed_anew(place: Any) -> None:
         place.launch(fill, 1, 0.5, out, 200, grid=1, block=8)
 
 
-FACTOR: Any = 2
-LENGTH = 4
+factor: Any = 2
+length = 4
 
 
 def test_values_from_outside_are_looked_at(place: Any) -> None:
     """What is captured or compiled in is looked at each time, its type too; a launch with the same is kept."""
-    global FACTOR, LENGTH
+    global factor, length
     offset: Any = 1
 
     @remap.kernel
     def scale(x: remap.Slice, out: remap.DisjointSlice) -> None:
-        part = remap.shared_array(LENGTH, np.int32)
+        part = remap.shared_array(length, np.int32)
         part[remap.thread.x] = 0
         remap.barrier()
-        out[remap.index_1d()] = x[remap.index_1d()] * FACTOR + offset + len(part)
+        out[remap.index_1d()] = x[remap.index_1d()] * factor + offset + len(part)
 
     x, out = place(np.arange(4, dtype=np.float64)), place(4, "float64")
-    for FACTOR, offset, LENGTH in (
+    for factor, offset, length in (
         (2, 1, 4),
         (2, 1, 4),
         (3, 1, 4),
@@ -182,13 +182,13 @@ def test_values_from_outside_are_looked_at(place: Any) -> None:
         for _ in range(3):
             out.copy_from(np.zeros(4))
             place.launch(scale, x, out, grid=1, block=4)
-            assert out.to_host().tolist() == (np.arange(4) * FACTOR + offset + LENGTH).tolist()
+            assert out.to_host().tolist() == (np.arange(4) * factor + offset + length).tolist()
     assert kept(scale) == 1
 
 
 def test_structures_from_outside_are_read_each_time(place: Any) -> None:
     """A structure may change inside, so a launch that takes one from outside is looked at each time."""
-    given = np.zeros((), [("by", "i4")])[()]
+    given: Any = np.zeros((), [("by", "i4")])[()]
 
     @remap.kernel
     def add_from_outside(x: remap.Slice, out: remap.DisjointSlice) -> None:
