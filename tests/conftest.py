@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Generator
+from contextlib import suppress
+from typing import Any
 
 import hypothesis
 import numpy
@@ -66,3 +69,60 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs the CUDA driver: run with --driver cuda")
     if item.get_closest_marker("two_devices") and remap.driver().device_count() < 2:
         pytest.skip("needs two devices: the driver has one")
+
+
+_failed = pytest.StashKey[bool]()
+_held: set[int] = set()
+"""Serials of what fixtures hold that outlive a test."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """Note what a fixture for several tests makes."""
+    if fixturedef.scope == "function":
+        return (yield)
+    before = _serials()
+    try:
+        return (yield)
+    finally:
+        _held.update(_serials() - before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note which tests fail."""
+    report = yield
+    item.stash[_failed] = report.failed or item.stash.get(_failed, False)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Close what a failed test left open, captures too: one failure must not become that of every test after it."""
+    result = yield
+    if item.stash.get(_failed, False):
+        _close_what_is_left()
+    return result
+
+
+def _serials() -> set[int]:
+    from remap import lifetime
+
+    return {thing.serial for thing in lifetime.live()}
+
+
+def _close_what_is_left() -> None:
+    import remap
+    from remap import lifetime
+
+    left = [thing for thing in lifetime.live() if thing.serial not in _held]
+    for stream in left:
+        if isinstance(stream, remap.Stream):
+            with suppress(remap.RemapError), stream.device.current():
+                driver: Any = remap.driver()
+                if stream.capturing:
+                    driver.graph_destroy(driver.end_capture(stream.handle))
+    # What stands on others comes after them in the list, and is closed before them.
+    for thing in reversed(left):
+        with suppress(remap.RemapError):
+            thing.close()
