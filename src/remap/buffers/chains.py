@@ -265,16 +265,22 @@ class Run:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Any:
-        if not self.done:
+        if self._event is not None and not self._event.done:
             loop = asyncio.get_running_loop()
             passed = asyncio.Event()
             driver = self._chain.device._driver
             assert isinstance(driver, SupportsHostFunctions)
-            with self._chain.device.current():
-                driver.launch_host_function(self.stream.handle, partial(_wake, loop, passed, self))
-            while not passed.is_set() and not self.done:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(passed.wait(), _LOOK)
+            # In a stream beside: on CUDA, host functions wait for each other, and what is copied out would wait, too.
+            beside = borrow(self._chain.device)
+            try:
+                with self._chain.device.current():
+                    driver.wait_event(beside.handle, self._event.handle)
+                    driver.launch_host_function(beside.handle, partial(_wake, loop, passed, self))
+                while not passed.is_set() and not self.done:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(passed.wait(), _LOOK)
+            finally:
+                beside.give_back()
         return self.wait()
 
     def __del__(self) -> None:
