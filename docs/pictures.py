@@ -29,7 +29,7 @@ remap.use("host", devices=4, memory="256MiB")
 with remap.group("weights"):
     layers = [remap.allocate("24MiB", resident=[0, 1], accessing=[0, 1]) for _ in range(2)]
 remap.pause(layers[1])
-cache = remap.ElasticBuffer("256MiB", device=2)
+cache = remap.ElasticBuffer("64GiB", device=2)
 cache.resize("40MiB")
 cache.commit("100MiB", "116MiB")
 fork = cache.fork()

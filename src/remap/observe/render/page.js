@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const get = id => document.getElementById(id);
 const picture = get("picture"), pen = picture.getContext("2d"), tip = get("tip");
-const ROW = 38, BAR = 14, LEFT = 10, PLACE = 34, MOST_ROWS = 500, MOST_LINES = 400;
+const ROW = 38, BAR = 14, LEFT = 10, PLACE = 34, MOST_ROWS = 500, MOST_LINES = 400, MOST_HEIGHT = 6000, ROOM = 90;
 
 function size(bytes) {
   if (bytes === null || bytes === undefined) return "not asked";
@@ -31,7 +31,10 @@ const lanesHeight = () => height - strips.length * PLACE - 14;
 function resize() {
   const ratio = window.devicePixelRatio || 1;
   width = picture.clientWidth;
-  height = Math.max(260, Math.round(window.innerHeight * 0.6));
+  // As high as everything needs, up to a part of the window; a finger cannot scroll inside, so there it is all shown.
+  const most = matchMedia("(pointer: coarse)").matches ? MOST_HEIGHT : window.innerHeight * 0.6;
+  const wanted = data.lanes.length * ROW + ROOM + strips.length * PLACE + 14;
+  height = Math.max(260, Math.round(Math.min(most, wanted)));
   picture.style.height = height + "px";
   picture.width = width * ratio; picture.height = height * ratio;
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -72,6 +75,12 @@ function sleeping(lane, y, colour) {
   pen.save(); pen.strokeStyle = colour; pen.setLineDash([3, 3]); pen.strokeRect(start + .5, y + .5, end - start - 1, BAR - 1);
   pen.fillStyle = colour; pen.fillText("z", start + 4, y + 11); pen.restore();
 }
+function fitting(text, room) {
+  if (pen.measureText(text).width <= room) return text;
+  let length = text.length;
+  while (length > 1 && pen.measureText(text.slice(0, length) + "…").width > room) length--;
+  return text.slice(0, length) + "…";
+}
 function draw() {
   pen.clearRect(0, 0, width, height);
   pen.font = "12px system-ui, sans-serif";
@@ -82,9 +91,10 @@ function draw() {
   for (let row = first; row < last; row++) {
     const lane = state.lanes[row], y = row * ROW - state.top;
     pen.fillStyle = row === state.lane ? mark : text;
-    pen.fillText(lane.title + (lane.state ? "  (" + lane.state + ")" : ""), LEFT, y + 13);
+    const where = size(lane.size) + " at " + hex(lane, 0) + (lane.drawn < lane.size ? ", the first " + size(lane.drawn) + " drawn" : "");
+    pen.fillText(fitting(lane.title + (lane.state ? "  (" + lane.state + ")" : ""), inner() - pen.measureText(where).width - 12), LEFT, y + 13);
     pen.fillStyle = dim; pen.textAlign = "right";
-    pen.fillText(size(lane.size) + " at 0x" + BigInt(lane.address).toString(16), LEFT + inner(), y + 13);
+    pen.fillText(where, LEFT + inner(), y + 13);
     pen.textAlign = "left";
     pen.fillStyle = bar; pen.fillRect(LEFT, y + 18, inner(), BAR);
     sleeping(lane, y + 18, dim);
@@ -248,7 +258,7 @@ for (const place of places) {
   entry.append(swatch, place.name); get("legend").append(entry);
 }
 const patterns = document.createElement("span");
-patterns.textContent = "plain: may be written; wide stripes: read only; narrow stripes: no access; empty: nothing behind the addresses. Each bar has a scale of its own, from the first address to the last.";
+patterns.textContent = "plain: may be written; wide stripes: read only; narrow stripes: no access; empty: nothing behind the addresses; dashed: asleep, kept elsewhere. Each bar has a scale of its own, from the first address to the last, or as far as it says.";
 get("legend").append(patterns);
 for (const total of data.totals) {
   const row = document.createElement("tr");
