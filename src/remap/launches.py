@@ -108,6 +108,11 @@ class Repeat:
             self._call()
             if self._noted is not launches.waits:
                 self._note()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, which may have come when the work was queued
+            self._note()
+            raise
         finally:
             launches.under_way.pop(token, None)
 

@@ -92,12 +92,16 @@ class Access(StrEnum):
     @property
     def readable(self) -> bool:
         """Whether reads are allowed."""
-        return self is not Access.NONE
+        return self is not _NONE
 
     @property
     def writable(self) -> bool:
         """Whether writes are allowed."""
-        return self is Access.READ_WRITE
+        return self is _READ_WRITE
+
+
+# Looking a member up in its enum takes longer than everything else that these are compared for.
+_NONE, _READ_WRITE = Access.NONE, Access.READ_WRITE
 
 
 class HandleType(StrEnum):

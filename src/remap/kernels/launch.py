@@ -136,7 +136,7 @@ class Kernel:
         kept = False
         try:
             self._launch(work)
-            found = self._packer.repeatable(arguments, work.packed)
+            found = self._packer.repeatable(arguments, work.packed) if can_keep(queue, stream) else None
             if found is not None:
                 kept = self._keep(self._kept, work, arguments, stream, shape, found, checked)
         finally:
@@ -155,8 +155,6 @@ class Kernel:
     ) -> bool:
         """Keep a launch to be made again on the same memory; return whether that can be."""
         function, config, queue, packed, _ = work
-        if watchers or queue.transient or not (stream is None or isinstance(stream, Stream)):
-            return False
         if self._function is None and found.numbers:  # on the host driver they are in the function
             return False
         driver = queue.device._driver
@@ -294,11 +292,21 @@ def _touches(packed: Arguments, place: Location) -> list[Touched] | None:
     return touched + [Touched(one.ctypes.data, one.nbytes, one.flags.writeable) for one in packed.host]
 
 
+def can_keep(queue: Queue, stream: StreamLike | None) -> bool:
+    """Tell whether launches on a stream can be kept: it is one of remap's, and the handle goes on meaning it."""
+    return not (queue.transient or watchers) and (stream is None or isinstance(stream, Stream))
+
+
 def _queue(work: Work) -> None:
     """Make the driver's call, after what other libraries have queued on their arrays among the arguments."""
     function, config, queue, packed, touches = work
     device = queue.device
     driver = device._driver
+    context = device._context
+    if context and not (packed.streams or packed.host) and driver.current_context() == context:
+        # As below, without the price of `current()`: most programs keep one context current.
+        driver.launch(function, config, queue.handle, packed, touches)
+        return
     with device.current():
         for stream in packed.streams:
             if stream != queue.handle:

@@ -20,7 +20,7 @@ from remap.kernels.again import Kept
 from remap.kernels.arguments import View, key_of, parameter_types
 from remap.kernels.built import image_for
 from remap.kernels.image import Image
-from remap.kernels.launch import Extent, Prepared, Work
+from remap.kernels.launch import Extent, Prepared, Work, can_keep
 from remap.kernels.loaded import Loaded
 from remap.kernels.reading import Source
 from remap.kernels.statements import type_kernel
@@ -92,9 +92,8 @@ class PythonKernel:
         queue = loaded.module._default if stream is None else as_stream(stream, at)
         config = self._config(loaded, grid, block, shared)
         variant.check_arrays(views, arguments, at, allow_overlap)
-        found = variant.repeatable(
-            arguments
-        )  # before the values are taken: what changes in between is seen later
+        # Before the values from outside are taken: what changes in between is seen the next time.
+        found = variant.repeatable(arguments) if can_keep(queue, stream) else None
         if loaded.function is None:
             function, packed, touches = variant.on_host(arguments, views, allow_overlap)
             work = Work(function, config, queue, packed, touches)
