@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import numpy
 import pytest
+from hypothesis import Phase
 
 DRIVERS = ("host", "cuda")
 
@@ -45,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if name == "cuda":
         # Joining a multicast team reaches into the fabric that all users of a machine share: not for a test.
         os.environ["REMAP_DISABLE_MULTICAST"] = "1"
+        # Looking for the smallest failing example takes minutes where every example compiles or holds a GPU up.
+        phases = [Phase.explicit, Phase.reuse, Phase.generate]
+        hypothesis.settings.register_profile("gpu", hypothesis.settings.default, phases=phases)
+        hypothesis.settings.load_profile("gpu")
 
 
 def pytest_report_header() -> list[str]:
