@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from remap.errors import AccessError, InUseError, InvalidValueError, PausedError
+from remap.errors import AccessError, ForkedError, InUseError, InvalidValueError, PausedError
 from remap.launches import launches
 from remap.lifetime import Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
@@ -325,7 +325,7 @@ class Range(Resource):
         and stays open, while arrays of other libraries view it or a stream to be waited for is being captured.
         """
         if self._coming is not None and self._open:
-            with suppress(PausedError):  # what has not come back goes, too
+            with suppress(PausedError, ForkedError):  # what has not come back goes, too
                 self._await_mapping()
         release = self._begin_close()
         if release is None:

@@ -279,11 +279,15 @@ buffers = [remap.allocate("8MiB", resident=0) for _ in range(3)]
 while True:
     remap.pause({buffers[0]: "host", buffers[1]: "disk", buffers[2]: "disk"}, directory=sys.argv[1])
     print("asleep", flush=True)
-    remap.resume(buffers)
+    remap.resume(buffers, events=True).close()
+    remap.pause(buffers)
+    waking = remap.resume(buffers, events=True)
+    print("waking", flush=True)
+    waking.close()
 """
 
 
-@pytest.mark.parametrize("turns", [1, 4])
+@pytest.mark.parametrize("turns", [1, 2, 5])
 def test_killed_in_the_middle(stage: Stage, turns: int, tmp_path: Path) -> None:
     """A process that is killed while it moves leaves no file, no disk space and no memory of the GPU behind."""
     before, disk = stage.seen(), os.statvfs(tmp_path).f_bfree
@@ -291,8 +295,8 @@ def test_killed_in_the_middle(stage: Stage, turns: int, tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, bufsize=1
     )
     assert child.stdout is not None
-    for _ in range(turns):
-        assert child.stdout.readline() == "asleep\n"
+    for turn in range(turns):
+        assert child.stdout.readline() == ("waking\n" if turn % 2 else "asleep\n")
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()

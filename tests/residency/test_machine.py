@@ -35,6 +35,7 @@ class Moves(RuleBasedStateMachine):
         self.keep: list[Any] = [""] * 4  # "" is awake
         self.generation = [0] * 4
         self.address = [0] * 4
+        self.waking: list[remap.Waking] = []
 
     def some(self, which: list[int]) -> list[int]:
         """Return those of the buffers that exist."""
@@ -50,7 +51,8 @@ class Moves(RuleBasedStateMachine):
             buffer.fill(one)
             self.buffers[one], self.bytes[one] = buffer, np.full(buffer.size, one, np.uint8)
             self.known[one], self.keep[one], self.generation[one] = True, "", 0
-            self.address[one] = buffer.address
+            # Not `.address`: what was given away is mapped before an ordered resume returns.
+            self.address[one] = buffer._address
 
     @rule(
         one=st.integers(0, 3),
@@ -102,19 +104,19 @@ class Moves(RuleBasedStateMachine):
             self.known[one] &= keep is not None
             self.generation[one] += 1
 
-    @rule(which=WHICH, events=st.booleans(), keep_host=st.booleans())
-    def resume(self, which: list[int], events: bool, keep_host: bool) -> None:
-        """Resume some."""
+    @rule(which=WHICH, events=st.booleans(), keep_host=st.booleans(), leave=st.booleans())
+    def resume(self, which: list[int], events: bool, keep_host: bool, leave: bool) -> None:
+        """Resume some; an ordered resume may be left under way."""
         some = self.some(which)
         buffers = [self.buffers[one] for one in some]
-        if events:
-            with remap.resume(buffers, events=True, keep_host=keep_host) as waking:
-                pass
-            woken = waking.result
-        else:
-            woken = remap.resume(buffers, keep_host=keep_host)
         asleep = [one for one in some if self.keep[one] != ""]
-        assert woken.buffers == len(asleep)
+        if events:
+            waking = remap.resume(buffers, events=True, keep_host=keep_host)
+            self.waking.append(waking)
+            if not leave:
+                assert waking.wait().buffers == len(asleep)
+        else:
+            assert remap.resume(buffers, keep_host=keep_host).buffers == len(asleep)
         for one in asleep:
             if self.keep[one] is None:
                 self.buffers[one].fill(one)
@@ -135,6 +137,12 @@ class Moves(RuleBasedStateMachine):
             self.generation[one] += 1
             assert self.buffers[one].resident == (to,)
 
+    @rule()
+    def arrive(self) -> None:
+        """Wait for every resume that is under way."""
+        while self.waking:
+            self.waking.pop().close()
+
     @rule(one=st.integers(0, 3))
     def close(self, one: int) -> None:
         """Close one, asleep or awake."""
@@ -148,7 +156,7 @@ class Moves(RuleBasedStateMachine):
         for one in self.some([0, 1, 2, 3]):
             buffer = self.buffers[one]
             assert buffer.paused == (self.keep[one] != "")
-            assert (buffer.address, buffer.generation) == (self.address[one], self.generation[one])
+            assert (buffer._address, buffer.generation) == (self.address[one], self.generation[one])
             if self.known[one]:
                 found = remap.backup(buffer) if buffer.paused else buffer.to_host()
                 assert np.array_equal(found, self.bytes[one])
@@ -157,6 +165,7 @@ class Moves(RuleBasedStateMachine):
         """Close all; nothing stays."""
         for one in self.some([0, 1, 2, 3]):
             self.buffers[one].close()
+        self.arrive()
         assert remap.host_pool().statistics().used == 0
 
     directory = tempfile.gettempdir()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
-from remap.errors import CudaResult, driver_error
+from remap.errors import CudaResult, DriverError, driver_error
 from remap.locations import Device
 from remap.residency import pages
 from remap.sizes import GiB, MiB, TiB, format_size, round_up
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 
 SLAB = 32 * MiB
 """The piece that is touched, locked and given back as a whole."""
+
+STRETCH = 16
+"""How many slabs get the same kind of pages: saying so stops everybody who touches some."""
 
 Job: TypeAlias = "Future[None]"
 
@@ -45,12 +51,39 @@ class Arena:
         self.length = length
         self.base = round_up(self.reserved, SLAB)
         self._gaps: list[tuple[int, int]] = [(self.base, self.reserved + length - SLAB)]
+        self._open = self.base
+        self._large: dict[int, bool] = {}
+        self._advising = threading.Lock()
 
     def slab(self, index: int) -> Slab:
         """Return a slab by its place; those up to it come to be."""
         while len(self.slabs) <= index:
             self.slabs.append(Slab(self.base + len(self.slabs) * SLAB, self.device))
         return self.slabs[index]
+
+    def open_up(self, slabs: Iterable[Slab]) -> None:
+        """Let slabs be touched, all that are new by one call; raises `OutOfMemoryError`, with nothing changed."""
+        end = max((slab.address + SLAB for slab in slabs), default=0)
+        if end <= self._open:
+            return
+        try:
+            pages.open_up(self._open, end - self._open, self.node)
+        except OSError as error:
+            raise no_memory(end - self._open, error) from error
+        self._open = end
+
+    def pages_of(self, slab: Slab, choice: PageChoice, large: bool | None) -> bool:
+        """Return whether a slab that is about to be touched has large pages; None leaves it to `choice`."""
+        wanted, trial = choice.next() if large is None else (large, False)
+        number = (slab.address - self.base) // SLAB // STRETCH
+        with self._advising:
+            if trial:
+                pages.advise(slab.address, SLAB, wanted)
+                self._large.pop(number, None)
+            elif self._large.get(number) != wanted:
+                pages.advise(self.base + number * STRETCH * SLAB, STRETCH * SLAB, wanted)
+                self._large[number] = wanted
+        return wanted
 
     def place(self, size: int, pool: HostPool) -> Extent:
         """Return the lowest piece that is free: what was prepared or kept is at the low addresses."""
@@ -79,6 +112,40 @@ class Arena:
             index -= 1
             start = self._gaps.pop(index)[0]
         self._gaps.insert(index, (start, end))
+
+
+class PageChoice:
+    """Whether large or small pages are sooner ready, by how long the latest slabs took: it differs, and changes.
+
+    Large ones are fewer to touch and to lock. But they do not everywhere get faster with the threads that touch them
+    (H200: 16 threads touch 8 GB/s of large pages and 21 of small ones), and where a virtual machine gets its own
+    memory only when it is touched, fresh large ones take many times as long as those that were in use before.
+    """
+
+    _EACH = 8  # slabs of each kind that are compared; and one in so many tries the kind that was slower
+
+    def __init__(self) -> None:
+        self._turns = count(1)
+        self._taken = {large: deque[float](maxlen=self._EACH) for large in (True, False)}
+
+    @property
+    def large(self) -> bool | None:
+        """Which kind was faster, None until both were tried enough."""
+        large, small = (sorted(self._taken[kind]) for kind in (True, False))
+        if min(len(large), len(small)) < self._EACH // 2:
+            return None
+        return large[len(large) // 2] <= small[len(small) // 2]
+
+    def next(self) -> tuple[bool, bool]:
+        """Return whether the next slab is to have large pages, and whether that is a trial."""
+        turn, large = next(self._turns), self.large
+        if large is None:
+            return turn % 2 == 1, True
+        return (not large, True) if turn % self._EACH == 0 else (large, False)
+
+    def note(self, large: bool, seconds: float) -> None:
+        """Note how long it took until a slab was ready."""
+        self._taken[large].append(seconds)
 
 
 class Extent:
@@ -131,3 +198,9 @@ class Slab:
         job = self.job
         if job is not None:
             job.result()
+
+
+def no_memory(size: int, error: OSError) -> DriverError:
+    """Return the error for host memory that the machine does not give."""
+    asked = f"{format_size(size)} of host memory for a backup"
+    return driver_error("madvise", CudaResult.OUT_OF_MEMORY, asked=asked, rule=str(error))

@@ -6,13 +6,15 @@ the next pause (the default); memory that is kept, with `resume(keep_host=True)`
 pause run at the speed of the link.
 
 The pool is one long range of addresses for each NUMA node, in slabs of 32 MiB that are touched, locked and given back
-as a whole, several at a time in background threads. An extent is a piece of the range, so that a backup is contiguous.
+as a whole, several at a time in background threads, in the order of addresses: a backup copies into the first ones
+while the next are locked, and those after them touched. An extent is a piece of the range, so that it is contiguous.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +28,7 @@ from remap.drivers.powers import SupportsPinned
 from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
 from remap.locations import Device, device
 from remap.residency import pages
-from remap.residency.arenas import SLAB, Arena, Extent, Job, Slab
+from remap.residency.arenas import SLAB, Arena, Extent, Job, PageChoice, Slab, no_memory
 from remap.sizes import Size, format_size, parse_size, round_up
 
 _WORKERS = min(16, os.cpu_count() or 1)
@@ -63,6 +65,7 @@ class HostPool:
         self._prepared = 0
         self._held = self._leaving = self._peak = self._used = 0
         self._notes: dict[str, None] = {}
+        self._choice = PageChoice()
 
     @property
     def limit(self) -> int | None:
@@ -118,7 +121,10 @@ class HostPool:
                 self._check_room(missing * SLAB, "preparing", bound)
                 arena = self._arena(device())
                 every = (arena.slab(index) for index in count())
-                self._commit(arena, list(islice((slab for slab in every if not slab.held), missing)))
+                fresh = list(islice((slab for slab in every if not slab.held), missing))
+                arena.open_up(fresh)
+                # Large pages, if they take longer: it happens in the background, and once.
+                self._commit(arena, fresh, large=True)
             self._limit, self._prepared = bound, least
             self._shed()
 
@@ -138,6 +144,7 @@ class HostPool:
                         slab.users += 1
                 needed = {slab.address: slab for extent in extents for slab in extent.slabs if not slab.held}
                 self._check_room(len(needed) * SLAB, f"a backup of {format_size(sum(sizes))}", self._limit)
+                arena.open_up(needed.values())
             except BaseException:
                 for extent in extents:
                     arena.free(extent)
@@ -206,7 +213,7 @@ class HostPool:
                 next_step='Raise the limit with remap.host_pool(limit=), or pause with keep="disk" or keep=None',
             )
 
-    def _commit(self, arena: Arena, slabs: list[Slab]) -> None:
+    def _commit(self, arena: Arena, slabs: list[Slab], large: bool | None = None) -> None:
         jobs: list[tuple[Slab, Callable[[], None]]] = []
         for slab in slabs:
             slab.held, slab.kept = True, False
@@ -219,7 +226,7 @@ class HostPool:
                 )  # it had not gone yet, and may still be on its way
                 self._leaving -= SLAB
                 continue
-            jobs.append((slab, partial(self._fill, arena, slab, before)))
+            jobs.append((slab, partial(self._fill, arena, slab, before, large)))
         self._peak = max(self._peak, self._held)
         _start(jobs, _WORKERS)
 
@@ -242,18 +249,19 @@ class HostPool:
 
     # -- in the background --
 
-    def _fill(self, arena: Arena, slab: Slab, before: Job | None) -> None:
+    def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: bool | None) -> None:
         if before is not None:
             _settled(before)
+        large = arena.pages_of(slab, self._choice, large)
+        start = time.perf_counter()
         try:
-            pages.commit(slab.address, SLAB, arena.node)
+            pages.touch(slab.address, SLAB)
         except OSError as error:
             pages.discard(slab.address, SLAB)
             with self._lock:
                 slab.held = False
                 self._held -= SLAB
-            asked = f"{format_size(SLAB)} of host memory for a backup"
-            raise driver_error("madvise", CudaResult.OUT_OF_MEMORY, asked=asked, rule=str(error)) from error
+            raise no_memory(SLAB, error) from error
         if isinstance(self._driver, SupportsPinned) and not slab.pinned:
             try:
                 with arena.device.current():
@@ -261,6 +269,7 @@ class HostPool:
                 slab.pinned = True
             except RemapError as error:  # slower, but as right
                 self._notes[f"host memory could not be page-locked, so copies are slower: {error}"] = None
+        self._choice.note(large, time.perf_counter() - start)
 
     def _drop(self, slab: Slab, before: Job | None) -> None:
         if before is not None:

@@ -1,7 +1,8 @@
 """Pages of the host that backups are kept in: address space, memory behind it, and what the machine has left.
 
-Page faults one at a time are what makes fresh host memory slow, so memory is asked for in large pages and filled in
-by one call for each piece, which several threads can make side by side (ctypes releases the GIL).
+Page faults one at a time are what makes fresh host memory slow, so memory is filled in by one call for each piece,
+which several threads can make side by side (ctypes releases the GIL). They hold the lock of the address space for
+reading meanwhile, so what takes it for writing (`open_up`, `advise`) stops all of them, and is for long ranges.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from remap.sizes import MiB
+
 _NONE, _READ_WRITE = 0, 3
 _PRIVATE, _ANONYMOUS, _NORESERVE = 0x02, 0x20, 0x4000
-_DONTNEED, _DONTFORK, _HUGEPAGE, _POPULATE_WRITE = 4, 10, 14, 23
+_DONTNEED, _DONTFORK, _HUGEPAGE, _NOHUGEPAGE, _POPULATE_WRITE = 4, 10, 14, 15, 23
+_AT_ONCE = 4 * MiB  # filled in by one call, for which others wait who change the address space
 _FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -52,27 +56,36 @@ def give_back(address: int, size: int) -> None:
     _libc().munmap(address, size)
 
 
-def commit(address: int, size: int, node: int) -> None:
-    """Put memory behind reserved addresses, on a NUMA node if there is one (0 or more) and it has room.
+def open_up(address: int, size: int, node: int) -> None:
+    """Let there be memory behind reserved addresses once it is touched, on a NUMA node (0 or more) if it has room.
 
-    Raises `OSError` if the machine has none left.
+    Raises `OSError` where the system counts memory before it is touched, and has none left.
     """
-    libc = _libc()
-    if libc.mprotect(address, size, _READ_WRITE):
+    if _libc().mprotect(address, size, _READ_WRITE):
         raise _failure("mprotect")
-    libc.madvise(address, size, _HUGEPAGE)  # a wish: some kernels are built without
     if node >= 0:
         _prefer(address, size, node)
-    if libc.madvise(address, size, _POPULATE_WRITE):
-        if ctypes.get_errno() != _EINVAL:  # EINVAL: Linux before 5.14
-            raise _failure("madvise")
-        ctypes.memset(address, 0, size)
+
+
+def advise(address: int, size: int, large: bool) -> None:
+    """Ask for large or small pages where memory is touched from now on: a wish, as some kernels are built without."""
+    _libc().madvise(address, size, _HUGEPAGE if large else _NOHUGEPAGE)
+
+
+def touch(address: int, size: int) -> None:
+    """Put memory behind addresses that were opened up; raises `OSError` if the machine has none left."""
+    libc = _libc()
+    for start in range(address, address + size, _AT_ONCE):
+        length = min(_AT_ONCE, address + size - start)
+        if libc.madvise(start, length, _POPULATE_WRITE):
+            if ctypes.get_errno() != _EINVAL:  # EINVAL: Linux before 5.14
+                raise _failure("madvise")
+            ctypes.memset(start, 0, length)
 
 
 def discard(address: int, size: int) -> None:
-    """Give the memory behind addresses back, and keep the addresses."""
+    """Give the memory behind addresses back; they stay as they are, and can be touched again."""
     _libc().madvise(address, size, _DONTNEED)
-    _libc().mprotect(address, size, _NONE)
 
 
 def available() -> int:
