@@ -1,28 +1,36 @@
 """What sharing costs: a broker under eight clients, a successor's first read, and an open against the raw calls.
 
-Run with `PYTHONPATH=src:. python benchmarks/sharing.py [--driver cuda]`. Expected before the first run: on the host
-driver at least 2,000 open + close a second of a 64 MiB buffer from 8 clients on two cores, and less than 100 ms from a
-worker's SIGKILL to the first read of its successor, which has imported remap already, of 1 GiB of weights: a worker
-that reads them, and one that has them open for writing (its successor has to wait for its end); on one H200 an open of
-10 GiB in another process, from asking to the first use by a kernel, at most 2 ms over the raw export, import, map and
-set access (about 1.5 ms); on two, a vector add over the peer's memory at 0.98 of the rate over raw calls or more.
+Run with `PYTHONPATH=src:. python benchmarks/sharing.py [--driver cuda] [--only PART]`. Each part prints its figures as
+soon as it has them, and has a time limit (`--limit`, 20 s): what takes longer is given up, with a word about what was
+waited for, and the other parts go on. Children die with the program, however it ends.
+
+Expected before the first run: on the host driver at least 2,000 open + close a second of a 64 MiB buffer from 8 clients
+on two cores, and less than 100 ms from a worker's SIGKILL to the first read of its successor, which has imported remap
+already, of 1 GiB of weights: a worker that reads them, and one that has them open for writing (its successor has to
+wait for its end); on one H200 an open of 10 GiB in another process, from asking to the first use by a kernel, at most 2
+ms over the raw export, import, map and set access (about 1.5 ms); on two, a vector add over the peer's memory at 0.98
+of the rate over raw calls or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
 import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -31,59 +39,138 @@ from benchmarks.record import write
 from remap import GiB, MiB
 
 SPAWN = multiprocessing.get_context("spawn")
-LIMIT = 120.0
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-@contextmanager
-def broker() -> Generator[Path]:
-    """Run a broker in a process of its own; yields the path of its socket."""
-    with tempfile.TemporaryDirectory() as directory:
+class TooLateError(Exception):
+    """A part did not end within its time limit."""
+
+
+class Part:
+    """One part of the benchmark: its time limit, and the children that end with it."""
+
+    def __init__(self, driver: str, seconds: float) -> None:
+        self.driver = driver
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._children: list[Any] = []
+
+    def start(self, play: Callable[..., None], *arguments: Any) -> Child:
+        """Start a child that runs `play(driver, link, *arguments)`."""
+        ours, theirs = SPAWN.Pipe()
+        process = SPAWN.Process(
+            target=_run, args=(os.getpid(), play, self.driver, theirs, arguments), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._children.append(process)
+        return Child(self, process, ours)
+
+    def broker(self, directory: str) -> Path:
+        """Start a broker; return the path of its socket."""
         path = Path(directory) / "broker"
-        serve = "from remap.cli import main; main()"
-        command = [sys.executable, "-c", serve, "serve", "--path", str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            try:
-                yield path
-            finally:
-                process.terminate()
+        self.start(serve, path).hear("the broker to serve")
+        return path
+
+    def left(self, what: str) -> float:
+        """Return how many seconds are left; raises `TooLateError`."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TooLateError(f"given up after {self._seconds:g} s, waiting for {what}")
+        return left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._children:
+            process.kill()
+        for process in self._children:
+            process.join()
 
 
-def open_and_close(driver: str, path: Path, barrier: Any, results: Any, seconds: float) -> None:
-    """Be one client: open and close a buffer for some seconds; put (cycles, seconds)."""
+class Child:
+    """A process, and the words that are exchanged with it."""
+
+    def __init__(self, part: Part, process: Any, link: Connection) -> None:
+        self._part = part
+        self.process = process
+        self._link = link
+
+    def tell(self, word: object) -> None:
+        """Send something."""
+        self._link.send(word)
+
+    def hear(self, what: str) -> Any:
+        """Return what it says next; raises `TooLateError`, and `RuntimeError` if it has failed."""
+        if not self._link.poll(self._part.left(what)):
+            self._part.left(what)
+        try:
+            said = self._link.recv()
+        except EOFError:
+            raise RuntimeError(f"a child ended, and {what} was waited for") from None
+        if isinstance(said, _Failed):
+            raise RuntimeError(f"a child failed, and {what} was waited for:\n{said.story}")
+        return said
+
+
+class _Failed:
+    """What a child says when it fails."""
+
+    def __init__(self, story: str) -> None:
+        self.story = story
+
+
+def _run(parent: int, play: Callable[..., None], driver: str, link: Connection, arguments: Any) -> None:
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit()
+    try:
+        play(driver, link, *arguments)
+    except Exception:  # noqa: BLE001 (the parent says what it was, unless it is that which has ended)
+        with suppress(OSError):
+            link.send(_Failed(traceback.format_exc()))
+
+
+def serve(driver: str, link: Connection, path: Path) -> None:
+    """Be the broker, which needs no driver."""
+    from remap.sharing.broker import serve
+
+    del driver
+    serve(path, on_ready=lambda _: link.send("serving"))
+
+
+def open_and_close(driver: str, link: Connection, path: Path, seconds: float) -> None:
+    """Be one client: each time it is told, open and close a buffer for some seconds, and say how many a second."""
     remap.use(driver)
     with remap.connect(path) as client:
         for _ in range(50):
             client.open("weights").close()
-        barrier.wait(LIMIT)
-        start, cycles = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            client.open("weights").close()
-            cycles += 1
-        results.put((cycles, time.perf_counter() - start))
+        link.send("ready")
+        while link.recv():
+            start, cycles = time.perf_counter(), 0
+            while time.perf_counter() - start < seconds:
+                client.open("weights").close()
+                cycles += 1
+            link.send(cycles / (time.perf_counter() - start))
 
 
-def broker_rate(driver: str, clients: int = 8, seconds: float = 4.0) -> dict[str, Any]:
-    """Return how many open + close of a 64 MiB buffer all clients make a second, three runs."""
+def broker_rate(part: Part, clients: int = 8, seconds: float = 0.5, runs: int = 5) -> dict[str, Any]:
+    """Return how many open + close of a 64 MiB buffer all clients make a second."""
     rates: list[float] = []
-    with broker() as path, remap.connect(path) as client:
-        client.create("weights", 64 * MiB, resident=0).close()
-        for _ in range(3):
-            barrier, results = SPAWN.Barrier(clients), SPAWN.Queue()
-            workers = [
-                SPAWN.Process(
-                    target=open_and_close, args=(driver, path, barrier, results, seconds), daemon=True
-                )
-                for _ in range(clients)
-            ]
+    with tempfile.TemporaryDirectory() as directory:
+        path = part.broker(directory)
+        with remap.connect(path) as client:
+            client.create("weights", 64 * MiB, resident=0).close()
+            workers = [part.start(open_and_close, path, seconds) for _ in range(clients)]
             for worker in workers:
-                worker.start()
-            counts = [results.get(timeout=LIMIT) for _ in workers]
+                worker.hear("a client to be ready")
+            for _ in range(runs):
+                for worker in workers:
+                    worker.tell(True)
+                rates.append(sum(worker.hear("a client to count") for worker in workers))
             for worker in workers:
-                worker.join(LIMIT)
-            rates.append(sum(cycles / took for cycles, took in counts))
-        client.drop("weights")
+                worker.tell(False)
     return {
         "clients": clients,
         "cores": os.cpu_count(),
@@ -92,42 +179,35 @@ def broker_rate(driver: str, clients: int = 8, seconds: float = 4.0) -> dict[str
     }
 
 
-def hold_weights(driver: str, path: Path, size: int, writing: bool, ready: Any) -> None:
-    """Be the worker that made the weights and has them open, until it is killed."""
-    use(driver, size)
-    client = remap.connect(path)
-    weights = client.create("weights", size, resident=0)
-    piece = np.random.default_rng(0).integers(0, 256, 64 * MiB, dtype=np.uint8)
-    for offset in range(0, size, piece.size):
-        weights.copy_from_host(piece, offset=offset)
-    address = weights.address
-    if not writing:
-        weights.close()
-        weights = client.open("weights", same_address=True)
-        weights.to_host()
-    ready.send((address, int(piece[12345])))
-    time.sleep(LIMIT)
+def work(driver: str, link: Connection, path: Path, size: int, writing: bool) -> None:
+    """Be a worker in a row of them: open the weights when told to, read them, and have them open until killed.
 
-
-def succeed(driver: str, path: Path, size: int, link: Any) -> None:
-    """Be the successor: everything is imported; wait for the word, then open, read, and say when that was done."""
+    Everything is imported before: it is a standby. The first makes the weights.
+    """
     use(driver, size)
-    remap.allocate(2 * MiB, resident=0, poison=True).close()  # the driver is open, as in a standby worker
-    connect = remap.connect  # which loads the wing
+    remap.allocate(2 * MiB, resident=0, poison=True).close()  # the driver is open
+    connect: Any = remap.connect  # which loads the wing
     link.send("imported")
-    link.recv()
-    client = connect(path)
-    weights = client.open("weights", same_address=True, wait=LIMIT)
+    access = "rw" if writing else "r"
+    if link.recv() == "make":
+        client = connect(path)
+        weights = client.create("weights", size, resident=0)
+        piece = np.random.default_rng(0).integers(0, 256, 64 * MiB, dtype=np.uint8)
+        for offset in range(0, size, piece.size):
+            weights.copy_from_host(piece, offset=offset)
+        if not writing:
+            weights.close()
+            weights = client.open("weights", same_address=True)
+    else:
+        client = connect(path)
+        weights = client.open("weights", access=access, same_address=True, wait=60)
     first = weights.to_host("uint8", 1 * MiB)
     now = time.monotonic()
-    whole = time.monotonic()
     out = np.empty(64 * MiB, np.uint8)
     for offset in range(0, size, out.size):
         weights.copy_to_host(out, offset=offset)
-    link.send((weights.address, int(first[12345]), now, time.monotonic() - whole))
-    weights.close()
-    client.drop("weights")
-    client.close()
+    link.send((weights.address, int(first[12345]), now, time.monotonic() - now))
+    link.recv()
 
 
 def use(driver: str, size: int) -> None:
@@ -138,35 +218,25 @@ def use(driver: str, size: int) -> None:
         remap.use(driver)
 
 
-def succession(driver: str, writing: bool, size: int = GiB) -> dict[str, Any]:
+def succession(part: Part, writing: bool, size: int = GiB, runs: int = 4) -> dict[str, Any]:
     """Return the milliseconds from a worker's SIGKILL to its successor's first read of the weights."""
     times: list[float] = []
     passes: list[float] = []
-    with broker() as path:
-        for _ in range(5):
-            ours, theirs = SPAWN.Pipe()
-            mine, other = SPAWN.Pipe()
-            successor = SPAWN.Process(target=succeed, args=(driver, path, size, other), daemon=True)
-            worker = SPAWN.Process(
-                target=hold_weights, args=(driver, path, size, writing, theirs), daemon=True
-            )
-            successor.start()
-            worker.start()
-            assert mine.poll(LIMIT)
-            mine.recv()
-            assert ours.poll(LIMIT)
-            address, byte = ours.recv()
-            assert worker.pid is not None
+    with tempfile.TemporaryDirectory() as directory:
+        path = part.broker(directory)
+        workers = [part.start(work, path, size, writing) for _ in range(runs + 1)]
+        for worker in workers:
+            worker.hear("a worker to import remap")
+        workers[0].tell("make")
+        before = workers[0].hear("the first worker to make the weights")
+        for worker, successor in pairwise(workers):
             killed = time.monotonic()
-            os.kill(worker.pid, signal.SIGKILL)
-            mine.send("go")
-            assert mine.poll(LIMIT)
-            again, found, read, whole = mine.recv()
-            assert (again, found) == (address, byte), "the same bytes at the same address"
-            times.append((read - killed) * 1000)
-            passes.append(whole * 1000)
-            worker.join(LIMIT)
-            successor.join(LIMIT)
+            worker.process.kill()
+            successor.tell("go")
+            found = successor.hear("a successor to read the weights")
+            assert found[:2] == before[:2], "the same bytes at the same address"
+            times.append((found[2] - killed) * 1000)
+            passes.append(found[3] * 1000)
     return {
         "bytes": size,
         "runs, ms": times,
@@ -180,11 +250,13 @@ def importing(driver: str, link: Any, repeats: int) -> None:
     remap.use(driver)
     stream = remap.Stream(0)
     remap.allocate(2 * MiB, resident=0, poison=True).close()
+    link.send("ready")
     for _ in range(repeats):
-        exported = link.recv()
-        if isinstance(exported, tuple):  # the raw calls: a descriptor by its ticket, and the size
-            number, size = exported
-            raw_open(number, size, link)
+        exported: Any = link.recv()
+        if not isinstance(
+            exported, remap.Exported
+        ):  # the raw calls: a descriptor by its ticket, and the size
+            raw_open(exported[0], exported[1], link)
             continue
         start = time.perf_counter_ns()
         with remap.open(exported, access="rw") as buffer:
@@ -215,15 +287,16 @@ def raw_open(number: Any, size: int, link: Any) -> None:
     link.send(took)
 
 
-def open_cost(driver: str, size: int, repeats: int = 20) -> dict[str, Any]:
+def open_cost(part: Part, repeats: int = 20) -> dict[str, Any]:
     """Return the milliseconds from asking to the first use in another process, over the raw calls and over remap."""
     from multiprocessing.reduction import DupFd
 
-    use(driver, size)
-    ours, theirs = SPAWN.Pipe()
-    child = SPAWN.Process(target=importing, args=(driver, theirs, 2 * repeats), daemon=True)
-    child.start()
-    raw, own, whole = [], [], []
+    size = 10 * GiB if part.driver == "cuda" else 64 * MiB
+    child = part.start(importing, 2 * repeats)
+    child.hear("the importer to be ready")
+    raw: list[float] = []
+    own: list[float] = []
+    whole: list[float] = []
     raw_driver: Any = remap.driver()
     with remap.allocate(size, resident=0, shareable="posix_fd") as buffer:
         for _ in range(repeats):
@@ -232,18 +305,15 @@ def open_cost(driver: str, size: int, repeats: int = 20) -> dict[str, Any]:
             fd = raw_driver.export_handle(handle, remap.HandleType.POSIX_FD)
             raw_driver.release(handle)
             exporting = (time.perf_counter_ns() - start) / 1000
-            ours.send((DupFd(fd), size))
-            assert ours.poll(LIMIT)
-            raw.append(exporting + ours.recv())
+            child.tell((DupFd(fd), size))
+            raw.append(exporting + child.hear("an import by the raw calls"))
             os.close(fd)
             start = time.perf_counter_ns()
             with remap.export(buffer) as exported:
                 exporting = (time.perf_counter_ns() - start) / 1000
-                ours.send(exported)
-                assert ours.poll(LIMIT)
-                own.append(exporting + ours.recv())
+                child.tell(exported)
+                own.append(exporting + child.hear("an import by remap"))
             whole.append((time.perf_counter_ns() - start) / 1000)
-    child.join(LIMIT)
     return {
         "bytes": size,
         "raw export, import, map, access and use, ms": statistics.median(raw) / 1000,
@@ -261,23 +331,25 @@ def add_over_peer(driver: str, link: Any) -> None:
     raw_driver: Any = remap.driver()
     device = remap.device(0)
     with device.current():
-        exports = link.recv()
+        exports: list[remap.Exported] = link.recv()
         count = exports[0].size // 4
         add = VectorAdd()
         buffers = [remap.open(one, access="rw", accessing=[0]) for one in exports]
         ranges: list[tuple[int, int]] = []
         for one in exports:
-            with one.handles() as fds:
+            fds: Any = one.handles()
+            with fds:
                 handle = raw_driver.import_handle(fds.numbers[0], remap.HandleType.POSIX_FD)
             address = raw_driver.reserve(one.size)
             raw_driver.map(address, one.size, handle)
             raw_driver.release(handle)
             raw_driver.set_access(address, one.size, [(device.location, remap.Access.READ_WRITE)])
             ranges.append((address, one.size))
-        own, raw = [], []
+        own: list[float] = []
+        raw: list[float] = []
         for _ in range(5):
-            own.append(add.bandwidth(*(buffer.address for buffer in buffers), count))
-            raw.append(add.bandwidth(*(address for address, _ in ranges), count))
+            own.append(add.bandwidth(buffers[0].address, buffers[1].address, buffers[2].address, count))
+            raw.append(add.bandwidth(ranges[0][0], ranges[1][0], ranges[2][0], count))
         for address, size in ranges:
             raw_driver.unmap(address, size)
             raw_driver.free_range(address, size)
@@ -288,38 +360,52 @@ def add_over_peer(driver: str, link: Any) -> None:
     link.send((statistics.median(own), statistics.median(raw)))
 
 
-def peer_rate(driver: str, size: int = GiB) -> dict[str, Any]:
+def peer_rate(part: Part, size: int = GiB) -> dict[str, Any]:
     """Return the GB/s of a vector add on device 0 over memory of another process on device 1, and by raw calls."""
-    ours, theirs = SPAWN.Pipe()
-    child = SPAWN.Process(target=add_over_peer, args=(driver, theirs), daemon=True)
-    child.start()
+    if part.driver != "cuda" or len(remap.devices()) < 2:
+        return {"not measured": "it takes two GPUs"}
+    child = part.start(add_over_peer)
     buffers = [remap.allocate(size, resident=1, shareable="posix_fd", poison=True) for _ in range(3)]
-    ours.send([remap.export(buffer, timeout=LIMIT) for buffer in buffers])
-    assert ours.poll(LIMIT)
-    own, raw = ours.recv()
-    child.join(LIMIT)
+    child.tell([remap.export(buffer) for buffer in buffers])
+    own, raw = child.hear("the vector adds")
     for buffer in buffers:
         buffer.close()
     return {"remap, GB/s": own, "raw calls, GB/s": raw, "ratio": own / raw}
 
 
-def main() -> None:
-    """Measure and write."""
+PARTS: dict[str, tuple[str, Callable[[Part], dict[str, Any]]]] = {
+    "broker": ("broker", broker_rate),
+    "reader": ("successor of a reader", lambda part: succession(part, writing=False)),
+    "writer": ("successor of a writer", lambda part: succession(part, writing=True)),
+    "open": ("open", open_cost),
+    "peer": ("vector add over the memory of another process on a peer", peer_rate),
+}
+
+
+def main() -> int:
+    """Measure, say what was found at once, and write it all; return 1 if a part failed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--driver", choices=("host", "cuda"), default="host")
-    driver = parser.parse_args().driver
-    remap.use(driver)
-    figures: dict[str, Any] = {
-        "broker": broker_rate(driver),
-        "successor of a reader": succession(driver, False),
-        "successor of a writer": succession(driver, True),
-    }
-    size = 10 * GiB if driver == "cuda" else 64 * MiB
-    figures["open"] = open_cost(driver, size)
-    if driver == "cuda" and len(remap.devices()) > 1:
-        figures["vector add over the memory of another process on a peer"] = peer_rate(driver)
-    write("sharing", figures)
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be given several times")
+    parser.add_argument("--limit", type=float, default=20, help="seconds that one part may take")
+    arguments = parser.parse_args()
+    remap.use(arguments.driver)
+    figures: dict[str, Any] = {}
+    failed = False
+    for name in arguments.only or PARTS:
+        title, measure = PARTS[name]
+        start = time.monotonic()
+        try:
+            with Part(arguments.driver, arguments.limit) as part:
+                figures[title] = measure(part)
+        except (TooLateError, RuntimeError) as error:
+            failed = True
+            figures[title] = {"failed": str(error)}
+        took = time.monotonic() - start
+        print(f"{name}, {took:.1f} s: {json.dumps(figures[title])}", flush=True)
+    write("sharing" if not arguments.only else f"sharing-{'-'.join(arguments.only)}", figures)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
