@@ -29,7 +29,7 @@ LAYERS = (
     ("spans", "ranges"),
     ("arrays", "exports", "foreign", "dlpack", "streams", "locations"),
     ("drivers",),
-    ("launches", "lifetime", "ends", "cards", "sites", "types", "sizes", "errors", "loading"),
+    ("launches", "lifetime", "releases", "ends", "cards", "sites", "types", "sizes", "errors", "loading"),
 )
 """The rooms from top to bottom. A room may import those of lower layers, never its neighbours on the same layer."""
 
@@ -40,9 +40,10 @@ NEIGHBOURS = {
     "exports": {"streams", "locations"},
     "foreign": {"dlpack", "streams", "locations"},
     "streams": {"locations"},
-    "lifetime": {"cards", "sites", "types", "sizes", "errors"},
+    "lifetime": {"releases", "cards", "sites", "types", "sizes", "errors"},
     "launches": {"lifetime", "types", "errors"},
-    "ends": {"lifetime"},
+    "ends": {"releases"},
+    "releases": {"errors"},
     "cards": {"types", "sizes"},
     "types": {"sizes", "errors"},
     "sizes": {"errors"},
@@ -177,7 +178,11 @@ def broken_rule(importer: str, item: Import) -> str | None:
             return "only drivers.open imports a concrete driver"
     if source == FACADE:
         # What keeps forks from the first imports must be there before these.
-        return None if item.deferred or target in (FACADE, "loading") else "the facade waits until a name is asked for"
+        return (
+            None
+            if item.deferred or target in (FACADE, "loading")
+            else "the facade waits until a name is asked for"
+        )
     if source == target or target in NEIGHBOURS.get(source, ()):
         return None
     here, there = DEPTH.get(source, len(LAYERS)), DEPTH.get(target, len(LAYERS))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from remap.lifetime import undo
+from remap.releases import undo
 
 
 class End:

@@ -28,7 +28,7 @@ from remap.errors import (
     OutOfAddressSpaceError,
     OutOfMemoryError,
 )
-from remap.lifetime import Description, Release, Resource, Rollback, drain, queued
+from remap.lifetime import Description, Release, Resource, Rollback, drain, queued, undo
 from remap.locations import (
     AccessLike,
     LocationLike,
@@ -51,8 +51,9 @@ class PhysicalAllocation(Resource):
     def __init__(self, driver: Any, size: int, properties: AllocationProperties, *, handle: int = 0) -> None:
         super().__init__(driver)
         self.size = size
-        self._handle = handle or create_handle(driver, size, properties)
         self.properties = properties
+        self._handle = handle or create_handle(driver, size, properties)
+        self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     @property
@@ -87,6 +88,7 @@ class Reservation(Resource):
         self.size = size
         self._table = _Table()
         self.address = reserve_range(driver, size, alignment, hint)
+        self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     def map(
@@ -120,7 +122,14 @@ class Reservation(Resource):
             if error.code == CudaResult.INVALID_VALUE:
                 check_aligned(start, driver.granularity(allocation.properties).minimum, "offset")
             raise
-        rollback.undo(driver.unmap, address, size)
+        except (
+            BaseException
+        ) as error:  # an interrupt may come with the mapping done, and unmapping nothing is fine (T7)
+            undo(error, driver.unmap, address, size)
+            raise
+        rollback.steps += [
+            (driver.unmap, (address, size))
+        ]  # not `undo`, where one could come before it is noted
         if grants:
             driver.set_access(address, size, grants)
         return Mapping(self, allocation, start, grants)
@@ -186,6 +195,7 @@ class Mapping(Span):
         self._size = allocation.size
         self._rights = {place: right for place, right in grants if right.readable}
         reservation._table.add(offset, self._size)
+        self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     @property
@@ -202,7 +212,7 @@ class Mapping(Span):
 
     def _detach(self) -> Release:
         table = self.reservation._table
-        steps = [(self._driver.unmap, (self._address, self._size)), (table.remove, (self.offset,))]
+        steps = [(self._driver.unmap, (self._address, self._size)), (table.forget, (self.offset,))]
         return Release(0, steps, self._wait_on_close())
 
     def describe(self) -> Description:
@@ -226,10 +236,11 @@ class _Table:
         self._sizes[start] = size
         self._starts[at:at] = (start,)
 
-    def remove(self, start: int) -> None:
+    def forget(self, start: int) -> None:
         at = bisect_right(self._starts, start) - 1
-        del self._starts[at]
-        del self._sizes[start]
+        if start in self._sizes:  # forgetting again does nothing
+            del self._starts[at]
+            del self._sizes[start]
 
     def overlapping(self, start: int, size: int) -> tuple[int, int] | None:
         """Return (offset, size) of the first mapping that shares a byte with the range, or None."""

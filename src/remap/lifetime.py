@@ -23,75 +23,42 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn, Self, TypeAlias
+from typing import Any, ClassVar, NoReturn, Self
 
 from remap.cards import card
 from remap.errors import (
     ClosedError,
-    ContextLostError,
     ForkedError,
     InUseError,
     RemapError,
     RemapWarning,
-    context_lost,
     context_renewed,
 )
+from remap.releases import Release, Rollback, Step, queued, undo
 from remap.sites import sites
-from remap.types import Description as Description  # noqa: PLC0414 (the rooms above take it from here)
-from remap.types import Facts
+from remap.types import Description, Facts
 
-Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
-"""One driver call of a release: a bound method and its arguments."""
+__all__ = [
+    "Description",
+    "Release",
+    "Resource",
+    "Rollback",
+    "Step",
+    "captures_running",
+    "capturing",
+    "collect",
+    "drain",
+    "epoch",
+    "left",
+    "live",
+    "on_creation",
+    "queued",
+    "tell",
+    "undo",
+    "watchers",
+]
 
 _log = logging.getLogger("remap.objects")
-
-
-class Release:
-    """What giving an object back takes: a wait, then steps, on raw values alone.
-
-    `order` sorts queued releases: mappings (0) go before allocations and reservations (1), whatever order the
-    garbage collector found them in.
-    """
-
-    __slots__ = ("begun", "order", "steps", "wait")
-
-    def __init__(self, order: int, steps: list[Step], wait: Callable[[], None] | None = None) -> None:
-        self.order = order
-        self.steps = steps
-        self.wait = wait
-        self.begun = False
-
-    def run(self) -> None:
-        """Wait, then take every step; raise the first error, the others as notes.
-
-        A wait that fails, and a refusal (`InUseError`), have changed nothing and end the release there; `begun` then
-        tells whether anything was given back before. After any other failure the remaining steps are still taken. A
-        lost context has given everything back itself, so its errors are passed over, but for the wait that was the
-        first to see it (invariant 15).
-        """
-        first: RemapError | None = None
-        if self.wait is not None:
-            known = context_lost()
-            try:
-                self.wait()
-            except ContextLostError as error:
-                first = None if known else error
-        for call, arguments in self.steps:
-            # Set before the call: an interrupt is raised when it has returned, and nothing may be given back twice.
-            before, self.begun = self.begun, True
-            try:
-                call(*arguments)
-            except ContextLostError:
-                pass
-            except InUseError:
-                self.begun = before
-                raise
-            except RemapError as error:
-                if first is not None:
-                    first.add_note(f"and then: {error}")
-                first = first or error
-        if first is not None:
-            raise first
 
 
 class Resource:
@@ -179,9 +146,22 @@ class Resource:
         In the child of a fork it does nothing either: the memory is the parent's. Raises `InUseError`, and leaves
         the object open, while something else needs it.
         """
-        release = self._begin_close()
-        if release is not None:
-            self._finish_close(release)
+        self._close()
+
+    def _close(self, change: Callable[[Release], None] | None = None) -> bool:
+        """Close, and let `change` alter what is left to do; return whether there was anything to close."""
+        release = None
+        try:
+            release = self._begin_close()
+            if release is not None:
+                if change is not None:
+                    change(release)
+                self._finish_close(release)
+        except BaseException:
+            if release is not None and not release.begun:
+                self._reopen()
+            raise
+        return release is not None
 
     def _begin_close(self) -> Release | None:
         """Mark the object closed and return what is left to do; None if it was closed, or is the parent's."""
@@ -192,13 +172,24 @@ class Resource:
             return None
         if queued:
             drain()
-        with self._driver.lock:
-            if not self._open:
-                return None
-            self._check_closable()
-            self._open = False
-            _live.pop(self.serial, None)
-            return self._detach()
+        closing = False
+        try:
+            with self._driver.lock:
+                if not self._open:
+                    return None
+                self._check_closable()
+                self._open, closing = False, True
+                _live.pop(self.serial, None)
+                return self._detach()
+        except BaseException:
+            if closing:
+                self._reopen()
+            raise
+
+    def _reopen(self) -> None:
+        """Undo `_begin_close`: nothing was given back, so the object can be closed again."""
+        self._open = True
+        _live[self.serial] = weakref.ref(self)
 
     def _finish_close(self, release: Release) -> None:
         if watchers:
@@ -208,9 +199,8 @@ class Resource:
         try:
             release.run()
         except BaseException:
-            if not release.begun:  # nothing was given back, so it can be closed again
-                self._open = True
-                _live[self.serial] = weakref.ref(self)
+            if not release.begun:
+                self._reopen()
             raise
         finally:
             if watchers:
@@ -254,42 +244,6 @@ class Resource:
         return card(f"{type(self).__name__}: {self.describe()}", self._facts() if self._open else Facts())
 
 
-class Rollback:
-    """Undo the steps of an operation, last first, if its block fails; do nothing if it succeeds (invariant 5).
-
-    A failure while undoing becomes a note on the first error, which stays the one that is raised. Not an
-    `ExitStack`: its callbacks run on success too, a failing one replaces the error, and one allocation would pay
-    for it a tenth of what the driver takes.
-    """
-
-    __slots__ = ("_steps",)
-
-    def __init__(self) -> None:
-        self._steps: list[Step] = []
-
-    def undo(self, call: Callable[..., Any], /, *arguments: Any) -> None:
-        """Register the driver call that undoes the step just taken."""
-        self._steps.append((call, arguments))
-
-    def __enter__(self) -> Self:
-        """Return itself, to register steps at."""
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Undo what was registered if the block failed."""
-        if error is not None:
-            for call, arguments in reversed(self._steps):
-                undo(error, call, *arguments)
-
-
-def undo(error: BaseException, call: Callable[..., Any], /, *arguments: Any) -> None:
-    """Take a step back after `error`, which the caller raises again; a failure of it becomes a note there."""
-    try:
-        call(*arguments)
-    except RemapError as second:
-        error.add_note(f"while undoing: {second}")
-
-
 class _Process:
     """What this process is: its fork epoch, whether it is ending, and how many captures run in it."""
 
@@ -304,8 +258,6 @@ class _Process:
 _process = _Process()
 _serials = itertools.count(1)
 _live: dict[int, weakref.ref[Resource]] = {}
-queued: deque[Release] = deque()
-"""What finalisers have left to do; a call that opens or closes something runs `drain()` if it is not empty."""
 left: weakref.WeakSet[Any] = weakref.WeakSet()
 """The drivers whose use was ended, or is about to be: nothing new of theirs may come to life."""
 _hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())

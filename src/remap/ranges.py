@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from remap.errors import AccessError, ForkedError, InUseError, InvalidValueError, PausedError
 from remap.launches import launches
-from remap.lifetime import Resource, Rollback, tell, undo, watchers
+from remap.lifetime import Release, Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
-from remap.streams import After, Known, Queue, Uses, wait_after
+from remap.streams import After, Event, Known, Queue, StreamLike, Uses, wait_after
 from remap.types import Access, Facts, Grants, Held, Location
 
 _log = logging.getLogger("remap.operations")
@@ -58,7 +59,8 @@ class Range(Resource):
     _size: int = 0
     _rights: Mapping[Location, Access]
     _known_uses: Uses | None = None
-    _busy: int = 0
+    # A token for each operation that is under way.
+    _busy: set[object] | None = None
     _taken: str = ""
     # A token for each array that another library holds. Adding and dropping one is atomic, so a finaliser can do it on
     # any thread without a lock.
@@ -233,26 +235,33 @@ class Range(Resource):
         if part is not None:
             self._check_part(asked, *part, needed)
 
+    @property
+    def _operations(self) -> set[object]:
+        """A token for each operation that is under way.
+
+        Whoever begins one has this set at hand first, and ends it with nothing but `discard`: an interrupt comes where
+        a function of Python begins, and what is under way for ever could not even be closed.
+        """
+        found = self._busy
+        if found is None:
+            with self._driver.lock:
+                found = self._busy
+                if found is None:
+                    found = self._busy = set()
+        return found
+
     def _begin_use(
-        self, asked: str, place: Location, needed: Access, part: tuple[int, int] | None = None
+        self, asked: str, place: Location, needed: Access, token: object, part: tuple[int, int] | None = None
     ) -> None:
-        """Begin an operation on the memory by one location; every one is followed by `_end_use`.
+        """Begin an operation on the memory by one location, which is under way until its token is discarded.
 
         `part` is the (offset, size) that it touches, None where that is not known. Launches are begun otherwise: see
         `remap.launches`.
         """
+        operations = self._operations
         with self._driver.lock:
             self._check_use(asked, place, needed, part)
-            self._busy += 1
-
-    def _end_use(self, queue: Queue | None, keep: object = None) -> None:
-        """End an operation; `queue` is where work was left queued, None where it has completed."""
-        try:
-            if queue is not None:
-                self._uses.add(queue, keep)
-        finally:
-            with self._driver.lock:
-                self._busy -= 1
+            operations.add(token)
 
     def _await_mapping(self) -> None:
         """Wait on the host while an ordered resume still maps a part of it; the caller holds no lock."""
@@ -302,7 +311,7 @@ class Range(Resource):
             rule = (
                 f"it is being {self._taken}"
                 if self._taken
-                else f"{self._busy} operations on it are under way"
+                else f"{len(self._operations)} operations on it are under way"
             )
             raise InUseError(f"{self.describe()} to be {doing}", rule=rule, next_step="Let them end first")
         if views:
@@ -327,15 +336,15 @@ class Range(Resource):
         if self._coming is not None and self._open:
             with suppress(PausedError, ForkedError):  # what has not come back goes, too
                 self._await_mapping()
-        release = self._begin_close()
-        if release is None:
-            return
-        if not isinstance(after, Known):
-            accessing, asked = self.accessing, f"closing {self.describe()}"
-            release.wait = lambda: wait_after(after, accessing[0] if accessing else device(), asked)
-        self._finish_close(release)
-        if self._known_uses is not None:
+        instead = None if isinstance(after, Known) else partial(self._wait_instead, after)
+        if self._close(instead) and self._known_uses is not None:
             self._known_uses.forget()
+
+    def _wait_instead(self, after: StreamLike | Event | None, release: Release) -> None:
+        """Let a release wait for what the caller names."""
+        accessing = self.accessing
+        at, asked = accessing[0] if accessing else device(), f"closing {self.describe()}"
+        release.wait = partial(wait_after, after, at, asked)
 
     def _wait_on_close(self) -> Callable[[], None] | None:
         uses = self._known_uses

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from remap.errors import AccessError, InvalidValueError, RemapError
-from remap.lifetime import tell, watchers
+from remap.lifetime import tell, undo, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
 from remap.sizes import Size, format_size, parse_size
@@ -189,13 +189,15 @@ class Span(Range):
             queue = as_stream(stream, device(place.index))
         # Work that an interrupt leaves behind (Ctrl-C in the wait) is still running, and uses `keep`.
         left = queue
-        self._begin_use(asked, place, needed, part)
-        if watchers:
-            tell("begin", self, asked)
+        token, mine = object(), self._operations
+        others = mine if source is None else source._operations
         try:
-            if source is not None:
-                source._begin_use(asked, place, Access.READ, source_part)
+            self._begin_use(asked, place, needed, token, part)
+            if watchers:
+                tell("begin", self, asked)
             try:
+                if source is not None:
+                    source._begin_use(asked, place, Access.READ, token, source_part)
                 if queue is None:
                     self._wait_for_work(asked)
                     if source is not None:
@@ -216,12 +218,26 @@ class Span(Range):
                 left = None
                 raise
             finally:
-                if source is not None:
-                    source._end_use(left)
+                if watchers:
+                    tell("end", self, asked)
         finally:
-            if watchers:
-                tell("end", self, asked)
-            self._end_use(left, keep)
+            try:
+                if left is not None and token in mine:
+                    self._left_in(left, keep, source)
+            except BaseException as error:  # interrupted: the work is queued all the same
+                undo(error, self._left_in, left, keep, source)
+                raise
+            finally:
+                try:
+                    mine.discard(token)
+                finally:
+                    others.discard(token)
+
+    def _left_in(self, queue: Queue, keep: object, source: Span | None) -> None:
+        """Note the stream where an operation has left work."""
+        self._uses.add(queue, keep)
+        if source is not None:
+            source._uses.add(queue)
 
     def _actor(self, asked: str, needed: Access, stream: StreamLike | None, source: Span | None) -> Location:
         """Return the location that carries an operation out: the stream's device, else one that has the rights."""

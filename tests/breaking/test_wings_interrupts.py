@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -164,6 +163,7 @@ def test_staging_memory_stays_until_its_copies_are_done() -> None:
         drivers.close()
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a fork that nobody got
 @pytest.mark.parametrize("act", ["pause", "migrate", "resize", "fork"])
 @pytest.mark.parametrize("make", ["buffer", "elastic"])
 def test_an_interrupt_as_a_lock_is_left_blocks_nobody(make: str, act: str) -> None:
@@ -193,10 +193,8 @@ def test_an_interrupt_as_a_lock_is_left_blocks_nobody(make: str, act: str) -> No
                 break
         else:
             pytest.fail("the operation has no end")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # a fork that nobody got
-            gc.collect()
-            lifetime.collect()
+        gc.collect()
+        lifetime.collect()
     finally:
         drivers.close()
 

@@ -199,7 +199,7 @@ def test_memory_that_the_device_may_not_use_is_refused_by_name(
         pytest.raises(AccessError, match="launch of vector_add"),
     ):
         kernel.launch(a, b, mapping, N, **SHAPE)
-    assert not (a._busy or b._busy or c._busy)
+    assert not any(one._busy for one in (a, b, c))
 
 
 def test_wrong_arguments_are_refused_before_the_launch(

@@ -55,6 +55,7 @@ class Buffer(Span):
                     self._chunks.append(Chunk(at, stripe, properties.location))
                     at += stripe
                 driver.set_access(self._address, size, placement.grants)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
             except BaseException as error:
                 # Whatever was mapped: holes do not matter (T7).
                 undo(error, driver.unmap, self._address, size)
@@ -150,13 +151,13 @@ class Buffer(Span):
     def _changed(self) -> None:
         """Count a change of what stands behind the address, and tell those who asked; call without the lock."""
         self.generation += 1
+        launches.renew()
         for listener in self._listeners:
             listener(self)
 
     # -- what it holds, and its end --
 
     def _facts(self) -> Facts:
-        launches.renew()
         return Facts(
             (self._address, self._reserved) if self._reserved else None,
             () if self._paused else self._held(),
@@ -174,7 +175,7 @@ class Buffer(Span):
         release = super()._begin_close()
         # The backup of a buffer that is collected unclosed queues itself.
         if release is not None and self._backup is not None:
-            release.steps.append((self._backup.drop, ()))
+            release.steps += [(self._backup.drop, ())]  # calls nothing that an interrupt could follow
         if release is not None and self._coming is not None:
             release.steps.insert(0, (self._coming.leave, ()))
         return release

@@ -15,8 +15,8 @@ from typing import Any
 from remap import lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
-from remap.lifetime import Rollback
 from remap.loading import loading
+from remap.releases import Rollback
 
 __all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "opened", "use"]
 

@@ -8,7 +8,7 @@ from remap.drivers.host.backing import Extent, Files, SharedFile, give_pages
 from remap.drivers.host.devices import Devices
 from remap.drivers.host.machine import Machine
 from remap.drivers.host.refusals import invalid, system_error
-from remap.errors import DriverError, OutOfMemoryError
+from remap.errors import OutOfMemoryError
 from remap.sizes import format_size
 from remap.types import (
     AllocationProperties,
@@ -70,6 +70,8 @@ class Allocations:
         self._files = files
         self._granule = machine.options.granularity
         self.by_handle: dict[int, Allocation] = {}
+        # What nobody can find any more, and `bury` has still to give back: an interrupted call leaves it to the next.
+        self.dead: list[Allocation] = []
         homes = [Location(LocationKind.DEVICE, device) for device in range(machine.options.devices)]
         self._allowed = [self._reached_by(home) for home in homes]
 
@@ -83,6 +85,8 @@ class Allocations:
     def create(self, size: int, properties: AllocationProperties) -> int:
         """Take memory from the location's budget and give it a handle (T2)."""
         call = "cuMemCreate"
+        if self.dead:
+            self.bury()
         self._check_properties(call, properties)
         if size <= 0 or size % self._granule:
             raise invalid(call, f"size {size}", self.multiple)
@@ -93,11 +97,27 @@ class Allocations:
             # What was asked of the host at large is read back as the node that the driver picked.
             place = Location(LocationKind.HOST_NUMA) if location.kind is LocationKind.HOST else location
             found = AllocationProperties(place, properties.handle_types, compressed, properties.rdma)
-        with self._machine.lock:
-            extent, file = self._memory_file(call, size, properties)
-            handle = next(self._machine.handles)
-            self.by_handle[handle] = Allocation(handle, size, found, extent, self.allowed(location), file)
-        return handle
+        made: Allocation | None = None
+        try:
+            with self._machine.lock:
+                allowed, handle = self.allowed(location), next(self._machine.handles)
+                extent, file = self._memory_file(call, size, properties)
+                try:
+                    made = self.by_handle[handle] = Allocation(handle, size, found, extent, allowed, file)
+                finally:
+                    if made is None:
+                        self._take_back(location, size, file)
+            return handle
+        except BaseException:  # an interrupt: nobody has heard of the handle
+            if made is not None:
+                self.release(made.handle)
+            raise
+
+    def _take_back(self, location: Location, size: int, file: SharedFile | None) -> None:
+        if file is None:
+            self._machine.budget(location).give(size)
+        elif self._files.leave(file):
+            self._give(file)
 
     def _memory_file(
         self, call: str, size: int, properties: AllocationProperties
@@ -109,7 +129,7 @@ class Allocations:
                 self.take(call, location, size)
                 try:
                     return self._files.arena(location).allocate(size), None
-                except OSError:
+                except BaseException:
                     self._machine.budget(location).give(size)
                     raise
             file = self._files.create_sealed(location, size)
@@ -117,7 +137,7 @@ class Allocations:
             raise system_error(call, error) from error
         try:
             self.take(call, location, size, file.inode)
-        except DriverError:
+        except BaseException:
             self._files.leave(file)
             raise
         return Extent(file.fd, 0), file
@@ -152,6 +172,8 @@ class Allocations:
 
     def info(self, location: Location) -> MemoryInfo:
         """Return what is free and what there is at a location."""
+        if self.dead:
+            self.bury()
         with self._machine.lock:
             self.reclaim()
             return self._machine.budget(location).info()
@@ -188,37 +210,48 @@ class Allocations:
         """Drop a reference; the memory stays while it is mapped (T8)."""
         with self._machine.lock:
             found = self.find("cuMemRelease", handle)
+            # From here to the end of the block nothing is called, so that no interrupt comes between the tables.
             found.references -= 1
-            dead = not found.references and not found.mappings
-            if dead:
+            if not found.references and not found.mappings:
                 del self.by_handle[handle]
-        if dead:
-            self.bury(found)
+                self.dead[0:0] = (found,)
+        if self.dead:
+            self.bury()
 
-    def drop_mapping(self, allocation: Allocation) -> bool:
-        """Drop a reason to stay; tell whether it was the last, so that `bury` follows. The caller holds the lock."""
+    def drop_mapping(self, allocation: Allocation) -> None:
+        """Drop a reason to stay; `bury` follows. The caller holds the lock. Calls nothing, as in `release`."""
         allocation.mappings -= 1
-        dead = not allocation.mappings and not allocation.references
-        if dead:
+        if not allocation.mappings and not allocation.references:
             del self.by_handle[allocation.handle]
-        return dead
+            self.dead[0:0] = (allocation,)
 
-    def bury(self, dead: Allocation) -> None:
-        """Give back what is left of an allocation that nobody can find any more."""
-        if dead.buried is not None:
-            dead.buried(dead)
-            return
-        # Outside the lock: giving back a GiB of pages takes long, and nobody can find this memory any more.
-        if dead.file is None:
-            try:
-                give_pages(dead.extent, dead.size)
-            finally:  # also when an interrupt (Ctrl-C) comes in the call
+    def bury(self) -> None:
+        """Give back what is left of the allocations that nobody can find any more."""
+        dead: Allocation | None = None
+        try:
+            while True:
                 with self._machine.lock:
-                    self._machine.budget(dead.properties.location).give(dead.size)
-        else:
-            with self._machine.lock:
-                if self._files.leave(dead.file):
-                    self._give(dead.file)
+                    if not self.dead:
+                        return
+                    dead = self.dead[-1]
+                    del self.dead[-1]
+                if dead.buried is not None:
+                    dead.buried(dead)
+                elif dead.file is None:
+                    # Outside the lock: a GiB of pages takes long.
+                    give_pages(dead.extent, dead.size)
+                    with self._machine.lock:
+                        self._machine.budget(dead.properties.location).give(dead.size)
+                        dead = None
+                else:
+                    with self._machine.lock:
+                        if self._files.leave(dead.file):
+                            self._give(dead.file)
+                dead = None
+        except BaseException:  # the next call goes on with it
+            if dead is not None:
+                self.dead[0:0] = (dead,)
+            raise
 
     def properties_of(self, handle: int) -> AllocationProperties:
         """Return what an allocation was found to be."""

@@ -113,16 +113,17 @@ class Memory:
                     self._check_unused(mapping, self._machine.all_devices, "unmap")
                 mapping.wanted = UNMAPPED
             space.change(call, found)
-            dead: list[Allocation] = []
+            allocations = self._allocations
             for mapping in found:
                 space.remove(mapping)
+                # Written out, as in `drop_mapping`: an interrupt comes where a function begins.
                 allocation = mapping.allocation
                 allocation.mappings -= 1
                 if not allocation.mappings and not allocation.references:
-                    del self._allocations.by_handle[allocation.handle]
-                    dead.append(allocation)
-        for allocation in dead:
-            self._allocations.bury(allocation)
+                    del allocations.by_handle[allocation.handle]
+                    allocations.dead[0:0] = (allocation,)
+        if allocations.dead:
+            allocations.bury()
 
     def _whole(self, call: str, address: int, size: int) -> list[Mapping]:
         end = address + size
@@ -264,3 +265,4 @@ class Memory:
         with self._machine.lock:
             self.space.close()
             self._allocations.by_handle.clear()
+            self._allocations.dead.clear()

@@ -281,9 +281,8 @@ class Teams:
 
     def _let_go(self, allocation: Allocation) -> None:
         with self._machine.lock:
-            dead = self._allocations.drop_mapping(allocation)
-        if dead:
-            self._allocations.bury(allocation)
+            self._allocations.drop_mapping(allocation)
+        self._allocations.bury()
 
     def _bury(self, dead: Allocation) -> None:
         """Let go of an object, and of the memory that this process bound to it."""
@@ -292,9 +291,8 @@ class Teams:
             self._held.discard(dead)
         dead.windows.clear()
         dead.box.close()
-        for allocation in dead.bound.values():
-            self._let_go(allocation)
-        dead.bound.clear()
+        while dead.bound:
+            self._let_go(dead.bound.popitem()[1])
 
     def shut_down(self) -> None:
         """Let go of everything."""

@@ -1,0 +1,114 @@
+"""Releases and rollbacks: driver calls that are still to be made, on raw values that need no object any more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias
+
+from remap.errors import ContextLostError, InUseError, RemapError, context_lost
+
+Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+"""One driver call of a release: a bound method and its arguments."""
+
+
+class Release:
+    """What giving an object back takes: a wait, then steps, on raw values alone.
+
+    `order` sorts queued releases: mappings (0) go before allocations and reservations (1), whatever order the
+    garbage collector found them in.
+    """
+
+    __slots__ = ("begun", "order", "steps", "wait")
+
+    def __init__(self, order: int, steps: list[Step], wait: Callable[[], None] | None = None) -> None:
+        self.order = order
+        self.steps = steps
+        self.wait = wait
+        self.begun = False
+
+    def run(self) -> None:
+        """Wait, then take every step; raise the first error, the others as notes.
+
+        A wait that fails, and a refusal (`InUseError`), have changed nothing and end the release there; `begun` then
+        tells whether anything was given back before. After any other failure the remaining steps are still taken; after
+        an interrupt (Ctrl-C) they are queued. A lost context has given everything back itself, so its errors are passed
+        over, but for the wait that was the first to see it (invariant 15).
+        """
+        first: RemapError | None = None
+        if self.wait is not None:
+            known = context_lost()
+            try:
+                self.wait()
+            except ContextLostError as error:
+                first = None if known else error
+        at = 0
+        try:
+            for call, arguments in self.steps:
+                # Set before the call: an interrupt is raised when it has returned, and nothing may go twice.
+                before, self.begun = self.begun, True
+                try:
+                    call(*arguments)
+                except ContextLostError:
+                    pass
+                except InUseError:
+                    self.begun = before
+                    raise
+                except RemapError as error:
+                    if first is not None:
+                        first.add_note(f"and then: {error}")
+                    first = first or error
+                at += 1
+        except BaseException as error:
+            if self.begun and not isinstance(error, RemapError):
+                left = self.steps[at:]
+                if left and getattr(left[0][0], "__name__", "") not in _REPEATABLE:
+                    del left[0]
+                if left:
+                    queued.append(Release(self.order, left))
+            raise
+        if first is not None:
+            raise first
+
+
+queued: deque[Release] = deque()
+"""What finalisers and interrupts left to do; a call that opens or closes something runs `drain()` if there is any."""
+
+_REPEATABLE = frozenset({"unmap", "forget"})
+"""What may be called again where an interrupt leaves it open whether it was done: unmapping nothing is fine (T7)."""
+
+
+class Rollback:
+    """Undo the steps of an operation, last first, if its block fails; do nothing if it succeeds (invariant 5).
+
+    A failure while undoing becomes a note on the first error, which stays the one that is raised. Not an
+    `ExitStack`: its callbacks run on success too, a failing one replaces the error, and one allocation would pay
+    for it a tenth of what the driver takes.
+    """
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def undo(self, call: Callable[..., Any], /, *arguments: Any) -> None:
+        """Register the driver call that undoes the step just taken."""
+        self.steps.append((call, arguments))
+
+    def __enter__(self) -> Self:
+        """Return itself, to register steps at."""
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Undo what was registered if the block failed."""
+        if error is not None:
+            for call, arguments in reversed(self.steps):
+                undo(error, call, *arguments)
+
+
+def undo(error: BaseException, call: Callable[..., Any], /, *arguments: Any) -> None:
+    """Take a step back after `error`, which the caller raises again; a failure of it becomes a note there."""
+    try:
+        call(*arguments)
+    except RemapError as second:
+        error.add_note(f"while undoing: {second}")

@@ -1,0 +1,207 @@
+"""Ctrl-C at every place where the interpreter looks for signals: nothing stays busy, and nothing is lost.
+
+It looks where a function of Python begins and where one of C has returned. A profiling function sees exactly these
+places, so that a test can raise at each of them in turn, and need not hope to hit one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+
+import remap
+from remap import MiB, drivers, lifetime
+
+SIZE = 4 * MiB
+OURS = (str(Path(remap.__file__).parent), contextlib.__file__)
+"""Where an interrupt is raised: not inside the modules that nobody here can mend (threading, numpy)."""
+
+# Where an interrupt meets a finaliser, Python can only print it.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class Interrupted(BaseException):
+    """What the handler of a signal raises."""
+
+
+class Interrupter:
+    """A profiling function that raises at the `nth` place, once."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+        self.where = ""
+        self.releasing = False  # an allocation's handle, which may be gone or not
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        """Count a place, and raise if it is the one."""
+        code = frame.f_code
+        if event not in {"call", "c_return"} or not code.co_filename.startswith(OURS):
+            return
+        if event == "call" and code.co_name == "__del__":
+            return  # a finaliser that is interrupted as it begins does not run: nobody can mend that
+        self.left -= 1
+        if self.left:
+            return
+        sys.setprofile(None)
+        self.where = f"{event} {code.co_filename}:{frame.f_lineno} {argument or ''}"
+        caller: FrameType | None = frame
+        while caller is not None:
+            self.releasing |= caller.f_code.co_name == "release"
+            caller = caller.f_back
+        raise Interrupted
+
+
+def interrupt(act: Callable[[], object], nth: int) -> Interrupter:
+    """Do `act` and raise at the `nth` place; `where` is empty if it has fewer."""
+    interrupter = Interrupter(nth)
+    sys.setprofile(interrupter)
+    try:
+        act()
+    except Interrupted:
+        pass
+    finally:
+        sys.setprofile(None)
+    return interrupter
+
+
+def every(act: Callable[[], object]) -> Generator[Interrupter]:
+    """Do `act` again and again, interrupted one place later each time, until it ends by itself."""
+    for nth in range(1, 5000):
+        done = interrupt(act, nth)
+        if not done.where:
+            assert nth > 10, "it was hardly interrupted at all"
+            return
+        yield done
+    pytest.fail("the operation has no end")
+
+
+@pytest.fixture(autouse=True)
+def driver() -> Generator[None]:
+    """Let the tests use a host driver with no wrapper, and let finalisers warn: that is what they are for."""
+    if remap.driver().name != "host":
+        pytest.skip("what CUDA has in use is machine-wide, and each place would take its slack")
+    remap.use("host")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        remap.allocate(SIZE, poison=True).close()
+        yield
+        remap.collect()
+    for thing in lifetime.live():  # those of a test that failed
+        thing.close()
+    drivers.close()
+
+
+def free() -> int:
+    """Return the free bytes of device 0 when everything that was left to do is done; nothing may hang on cycles."""
+    lifetime.drain()
+    return remap.device(0).memory().free
+
+
+USES: dict[str, Callable[[remap.Buffer, remap.Buffer, remap.Stream], object]] = {
+    "fill": lambda one, _, __: one.fill(1),
+    "fill in a stream": lambda one, _, stream: one.fill(1, stream=stream),
+    "copy_from_host": lambda one, _, __: one.copy_from_host(np.ones(100, np.uint8)),
+    "copy_to_host": lambda one, _, __: one.copy_to_host(np.ones(100, np.uint8)),
+    "copy_from": lambda one, other, _: one.copy_from(other),
+    "copy_from in a stream": lambda one, other, stream: one.copy_from(other, stream=stream),
+    "copy_from itself": lambda one, _, __: one.copy_from(one, source_offset=SIZE // 2),
+    "set_access": lambda one, _, __: one.set_access({0: "r"}),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_interrupted_uses(use: str) -> None:
+    """Wherever a use is interrupted, the memory is not busy afterwards, and its work is known: it closes (5, 7, 13)."""
+    with remap.Stream(0) as stream, remap.allocate(SIZE) as other:
+        before = free()
+        made: list[remap.Buffer] = []
+
+        def act() -> None:
+            made[0].set_access({0: "rw"})
+            USES[use](made[0], other, stream)
+
+        made.append(remap.allocate(SIZE))
+        for done in every(act):
+            assert not made[0]._busy, done.where
+            assert not other._busy, done.where
+            assert not made[0]._taken, done.where
+            made[0].close()
+            assert free() == before, done.where
+            made[0] = remap.allocate(SIZE)
+        made[0].close()
+
+
+MAKERS: dict[str, Callable[[], object]] = {
+    "allocate": lambda: remap.allocate(SIZE, resident=0).close(),
+    "allocate in stripes": lambda: remap.allocate(SIZE, resident=[0, 1]).close(),
+    "create": lambda: remap.create(SIZE, at=0).close(),
+    "create to share": lambda: remap.create(SIZE, at=0, shareable="posix_fd").close(),
+    "reserve": lambda: remap.reserve(SIZE).close(),
+    "stream": lambda: remap.Stream(0).close(),
+    "event": lambda: remap.Event(0).close(),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_interrupted_making(kind: str) -> None:
+    """What was being made is gone, or given back with what is collected: no memory is lost (invariants 4, 5)."""
+    before = free()
+    for done in every(MAKERS[kind]):
+        left = before - free()
+        if done.releasing:  # whether the handle is gone cannot be asked, and releasing it twice is worse (T8)
+            assert left in {0, SIZE, SIZE // 2}, done.where
+            before -= left
+        assert free() == before, done.where
+        assert not lifetime.live(), done.where
+
+
+def test_interrupted_mapping() -> None:
+    """What an interrupt leaves of a mapping that was being made stands in nobody's way (invariants 4, 5)."""
+    with remap.create(SIZE, at=0) as memory, remap.reserve(SIZE) as addresses:
+        for done in every(lambda: addresses.map(memory, access={0: "rw"}).close()):
+            lifetime.drain()
+            assert addresses.mappings == (), done.where
+            addresses.map(memory, access={0: "rw"}).close()
+
+
+@pytest.mark.parametrize("kind", ["buffer", "mapping", "allocation", "reservation", "stream"])
+def test_interrupted_closing(kind: str) -> None:
+    """What a close had not done when it was interrupted is done by closing again, or by a later call (3, 4, 5)."""
+    before = free()
+    memory, addresses = remap.create(SIZE, at=0), remap.reserve(SIZE)
+    made: list[lifetime.Resource] = []
+
+    def make() -> lifetime.Resource:
+        if kind == "mapping":
+            return addresses.map(memory, access={0: "rw"})
+        makers: dict[str, Callable[[], lifetime.Resource]] = {
+            "buffer": lambda: remap.allocate(SIZE),
+            "allocation": lambda: remap.create(SIZE, at=0),
+            "reservation": lambda: remap.reserve(SIZE),
+            "stream": lambda: remap.Stream(0),
+        }
+        return makers[kind]()
+
+    def act() -> None:
+        made[-1].close()
+
+    taken = before - free()
+    made.append(make())
+    for done in every(act):
+        made.pop().close()
+        left = before - taken - free()
+        if done.releasing:
+            assert left in {0, SIZE}, done.where
+            taken += left
+        assert free() == before - taken, done.where
+        assert lifetime.live() == [memory, addresses], done.where
+        made.append(make())
+    addresses.close()
+    memory.close()
