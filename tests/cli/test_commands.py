@@ -164,7 +164,6 @@ def test_files_that_are_not_there(arguments: tuple[str, ...]) -> None:
     [
         ("doctor", "--out"),
         ("map", "x.json", "--html"),
-        ("demo", "vector-add", "--out"),
         ("demo", "graph-memory", "--plot"),
     ],
 )
@@ -182,3 +181,19 @@ def test_reader_that_goes_away() -> None:
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize(
+    "demo", [("vector-add",), ("elastic", "--peak", "8MiB"), ("pause", "--size", "2MiB"), ("share",), ("kernels",),
+             ("graph-memory", "--spin", "1")], ids=lambda demo: demo[0],
+)  # fmt: skip
+def test_demos_fit_the_terminal(demo: tuple[str, ...], columns: int) -> None:
+    """Without colour and in a narrow terminal, only what is one word (a path) is longer than a line."""
+    done = remap("demo", *demo, "--driver", "host", COLUMNS=str(columns))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert "e+" not in done.stdout
+    for line in done.stdout.splitlines():
+        assert len(line) <= columns or " " not in line.strip(), line

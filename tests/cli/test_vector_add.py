@@ -60,7 +60,9 @@ def test_shows_every_step() -> None:
     assert f"{DRIVER}: " in done.stdout
     assert "196 blocks of 256 threads" in done.stdout
     assert "80 of 256" in done.stdout  # the ragged last block
-    assert "vector_add from " in " ".join(done.stdout.split())  # where the line is folded depends on the path's length
+    assert "vector_add from " in " ".join(
+        done.stdout.split()
+    )  # where the line is folded depends on the path's length
 
 
 @HOST_ONLY

@@ -33,9 +33,9 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 class _Command(click.Group):
     """The group at the top, whose help ends with the environment variables."""
 
-    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write them as click writes options."""
-        del context
+        del ctx
         with formatter.section("Environment"):
             formatter.write_dl(list(VARIABLES.items()))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -176,6 +175,10 @@ def _node(path: Path, container: bool) -> Check:
 
 
 def _limits() -> Iterator[Check]:
+    if sys.platform != "linux":
+        return
+    import resource  # not on Windows
+
     count = _number("/proc/sys/vm/max_map_count")
     enough = count >= 262_144
     yield Check(

@@ -57,7 +57,7 @@ _DEVICE = click.option("--device", type=int, help="The number of the device; by 
 @click.option(
     "--b", "b_file", type=_FILE, metavar="FILE.npy", help="The second vector, as long as the first."
 )
-@click.option("--out", type=OutFile(), metavar="FILE.npy", help="Where to write the sum.")
+@click.option("--out", type=_FILE, metavar="FILE.npy", help="Where to write the sum.")
 @click.option("--plain", is_flag=True, help="Run the same program on plain allocation (cuMemAlloc).")
 def vector_add(
     driver: str | None,

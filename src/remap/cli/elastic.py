@@ -106,7 +106,7 @@ def _grow(cache: remap.ElasticBuffer, tokens: int, request: Request, report: Rep
     report.step(
         "grown",
         [
-            f"{tokens:,} steps, {statistics.median(times):.3g} µs each in the median, {max(times):.3g} µs at most",
+            f"{tokens:,} steps, {statistics.median(times):,.1f} µs each in the median, {max(times):,.0f} µs at most",
             f"{changes} of them mapped memory: {format_size(mapped)} in {len(cache.chunks)} chunks",
         ],
     )
@@ -159,7 +159,7 @@ def _picture(report: Report, peak: int, steps: int) -> Generator[_Show]:
     with Live(console=console, auto_refresh=False, transient=False) as live:
         show.live = live
         yield show
-        live.update(show.frame, refresh=True)
+        live.update(Text("\n").join(show.frame), refresh=True)
 
 
 class _Show:
@@ -167,7 +167,7 @@ class _Show:
 
     def __init__(self, report: Report, peak: int, every: int) -> None:
         self.live: Live | None = None
-        self.frame = Text()
+        self.frame: list[Text] = []
         self._report = report
         self._peak = peak
         self._every = every
@@ -175,26 +175,24 @@ class _Show:
     def __call__(self, buffers: Sequence[remap.ElasticBuffer], step: int) -> None:
         if step % self._every:
             return
-        self.frame = _frame(buffers[0], self._peak)
+        self.frame = _frame(buffers[0], self._peak, self._report.bar_width)
         if self.live is not None:
-            self.live.update(self.frame, refresh=True)
+            self.live.update(Text("\n").join(self.frame), refresh=True)
         else:
-            self._report.step("", [self.frame])
+            self._report.step("", self.frame)
 
 
-def _frame(buffer: remap.ElasticBuffer, peak: int) -> Text:
-    """Return one line: a cell is an equal share of the peak; then what the signs mean, with sums."""
+def _frame(buffer: remap.ElasticBuffer, peak: int, most: int) -> list[Text]:
+    """Return a bar, of which a cell is an equal share of the peak, and below it what the signs mean, with sums."""
+    width = min(_CELLS, most)
     mapped = sum(buffer.footprint().values())
     committed = sum(stop - start for start, stop in buffer.extents)
     whole = max(peak, mapped)
-    first, second = round(_CELLS * committed / whole), round(_CELLS * mapped / whole)
-    cells = [("#", first), ("+", second - first), (".", _CELLS - second)]
+    first, second = round(width * committed / whole), round(width * mapped / whole)
+    cells = [("#", first), ("+", second - first), (".", width - second)]
     bar = Text.assemble("[", *((sign * count, _STYLES[sign]) for sign, count in cells), "]")
-    bar.append(
-        f" # {format_size(committed)} committed + {format_size(mapped - committed)} mapped beside"
-        f" = {format_size(mapped)} of memory"
-    )
-    return bar
+    beside = format_size(mapped - committed)
+    return [bar, Text(f"# {format_size(committed)} committed + {beside} beside = {format_size(mapped)}")]
 
 
 def _holds(buffer: remap.ElasticBuffer, tokens: int, token: int) -> bool:

@@ -155,8 +155,16 @@ def _show(experiment: Experiment, report: Report) -> None:
     report.say(f"{experiment.number}. {experiment.title}", "bold")
     labels = [sample.label for sample in experiment.series.samples]
     width = max(len(label) for label in (*labels, "step"))
-    rows = [_row(one.label, _texts(one.figures), width) for one in experiment.series.samples]
-    report.step("footprint", [Text(row) for row in (_row("step", _COLUMNS, width), *rows)])
+    # A narrow terminal has room for the present figures; the marks only ever rise, so the last ones say it all.
+    columns = len(_COLUMNS) if report.text_width >= width + len(_COLUMNS) * _WIDTH else 2
+    rows = [_row(one.label, _texts(one.figures)[:columns], width) for one in experiment.series.samples]
+    lines: list[str | Text] = [Text(row) for row in (_row("step", _COLUMNS[:columns], width), *rows)]
+    if columns < len(_COLUMNS):
+        marks = _texts(experiment.series.samples[-1].figures)[columns:]
+        lines.append(
+            "; ".join(f"{name} {mark}" for name, mark in zip(_COLUMNS[columns:], marks, strict=True))
+        )
+    report.step("footprint", lines)
     report.step("shows", experiment.shows)
     for check in experiment.checks:
         report.step("ok" if check.holds else "FAILED", check.text)

@@ -67,10 +67,15 @@ class Report:
         """The characters inside a bar."""
         return max(min(self._console.width - _INDENT - 2, _WIDEST_BAR), 8)
 
+    @property
+    def text_width(self) -> int:
+        """The characters of a line beside the labels."""
+        return max(self._console.width - _INDENT, 20)
+
     def _parts(self, line: str | Text) -> list[Text]:
         if isinstance(line, Text):
             return [line]
-        width = max(self._console.width - _INDENT, 20)
+        width = self.text_width
         # Continuation lines are set in, so that they are not taken for lines of their own.
         wrapped = textwrap.wrap(
             line, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "
