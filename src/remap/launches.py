@@ -74,7 +74,8 @@ class Launches:
 
 launches = Launches()
 # Launches of other threads have not come along into a forked child; those of this one are refused there.
-os.register_at_fork(after_in_child=launches._forked)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=launches._forked)
 
 
 class Repeat:

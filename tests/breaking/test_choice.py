@@ -63,3 +63,20 @@ def test_a_shape_of_truth_values(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: read")
     assert "Traceback" not in done.stderr
+
+
+def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
+    """A path in `REMAP_TRACE` that cannot be written is one message when the run ends, which is otherwise as ever."""
+    path = tmp_path / "nowhere" / "run.json"
+    done = subprocess.run(
+        [sys.executable, "-c", "import remap; remap.allocate(1).close(); print('done')"],
+        env={**os.environ, "REMAP_DRIVER": "host", "REMAP_TRACE": str(path)},
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "done\n"
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"remap: REMAP_TRACE={path}: no trace was written: ")
+    assert "Name a file in a directory where this process may write" in said

@@ -71,7 +71,8 @@ class _Pool:
 
 _pool = _Pool()
 drivers.on_leave(_pool.clear)
-os.register_at_fork(after_in_child=_pool.renew)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_pool.renew)
 
 
 def borrow(at: Device) -> PooledStream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,12 @@ def _load(name: str) -> Any:
             from remap.drivers.cuda import CudaDriver
 
             return CudaDriver
+        if sys.platform != "linux":  # its modules cannot even be loaded there
+            raise RemapError(
+                "the host driver cannot be opened",
+                rule=f"it is made of Linux memory files, and this platform is {sys.platform}",
+                next_step="Use Linux, or a container with it",
+            )
         from remap.drivers.host import HostDriver
 
         return HostDriver

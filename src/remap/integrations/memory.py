@@ -258,4 +258,5 @@ def _renew() -> None:
     _memories.lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew)

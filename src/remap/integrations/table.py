@@ -130,6 +130,7 @@ def _make_all_inert() -> None:
         table.make_inert()
 
 
-os.register_at_fork(after_in_child=_make_all_inert)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_make_all_inert)
 # Frameworks free memory while the interpreter goes, when the driver may have gone before: the end frees it all.
 atexit.register(_make_all_inert)

@@ -113,7 +113,8 @@ def _forget() -> None:
     taps.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
 
 
 def as_value(value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import sys
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
@@ -153,7 +154,12 @@ def from_environment() -> None:
     process = os.getpid()
 
     def finish() -> None:
-        if os.getpid() == process:
+        if os.getpid() != process:
+            return
+        try:
             whole.__exit__()
+        except OSError as error:
+            step = "Name a file in a directory where this process may write"
+            sys.stderr.write(f"remap: REMAP_TRACE={named}: no trace was written: {error}. {step}\n")
 
     atexit.register(finish)

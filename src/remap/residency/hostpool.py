@@ -352,5 +352,6 @@ def _renew() -> None:
     _pools.lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew)
 drivers.on_leave(_leave)

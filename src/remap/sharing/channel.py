@@ -119,7 +119,8 @@ def _close() -> None:
         one.close()
 
 
-os.register_at_fork(after_in_child=_close)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close)
 
 
 class Channel:

@@ -8,7 +8,6 @@ broker that died in between leaves nothing half.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import struct
@@ -111,6 +110,8 @@ def _record(name: str, descriptor: Descriptor) -> int:
     number = os.memfd_create("remap record", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     encoded = name.encode()
     os.write(number, _RECORD.pack(_MAGIC, len(encoded)) + encoded + descriptor.to_bytes())
+    import fcntl  # not on Windows
+
     fcntl.fcntl(number, _ADD_SEALS, _SEALS)
     return number
 

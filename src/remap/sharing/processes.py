@@ -11,7 +11,6 @@ order among the others. What comes after all of that is the end of the process, 
 from __future__ import annotations
 
 import os
-import resource
 from contextlib import suppress
 
 _EXITING = 0x4  # PF_EXITING
@@ -59,6 +58,8 @@ def _has_ended(thread: str) -> bool:
 
 def raise_limit() -> None:
     """Let this process open as many descriptors as it may."""
+    import resource  # not on Windows
+
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import stat
@@ -162,6 +161,8 @@ def _lock_path(path: Path) -> Path:
 
 def _take_lock(path: Path) -> int | None:
     """Return a descriptor that holds the lock file, or None if another holds it."""
+    import fcntl  # not on Windows
+
     while True:
         held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -108,4 +108,5 @@ def _in_child() -> None:
         driver.__class__ = ForkedCudaDriver  # type: ignore[assignment] # not a subclass: it has none of the calls
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_in_child)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,7 +39,7 @@ from remap.drivers.host.stretches import Stretches
 from remap.drivers.host.work import OpaqueWork
 from remap.drivers.host.work_calls import WorkCalls
 from remap.drivers.protocol import LEGACY_STREAM
-from remap.errors import CudaResult, RemapError, driver_error
+from remap.errors import CudaResult, driver_error
 from remap.sizes import MiB, Size
 from remap.types import (
     Access,
@@ -94,12 +93,6 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
         compression: bool = False,
         capabilities: Mapping[str, bool] | None = None,
     ) -> None:
-        if sys.platform != "linux":
-            raise RemapError(
-                "the host driver cannot be opened",
-                rule=f"it is made of Linux memory files, and this platform is {sys.platform}",
-                next_step="Use Linux, or a container with it",
-            )
         options = check_options(
             devices=devices,
             memory=memory,
