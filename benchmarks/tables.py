@@ -82,40 +82,8 @@ def levels(results: dict[str, Any]) -> str:
 # What the README says, a line each: the benchmark ("-x2": on two GPUs), what was done, its figure, and what it is
 # measured against.
 Line = tuple[str, str, Callable[[Any], str], Callable[[Any], str]]
-LINES: tuple[Line, ...] = (
-    (
-        "foundation",
-        "allocate and close 64 MiB",
-        lambda at: f"{at['allocate and close']['64 MiB, µs']['remap']:.0f} µs",
-        lambda at: f"{at['allocate and close']['64 MiB, µs']['raw']:.0f} µs: the same calls of cuda-bindings",
-    ),
-    (
-        "foundation",
-        "allocate and close 2 MiB",
-        lambda at: f"{at['allocate and close']['2 MiB, µs']['remap']:.0f} µs",
-        lambda at: f"{at['allocate and close']['2 MiB, µs']['raw']:.0f} µs: the same",
-    ),
-    (
-        "foundation",
-        "vector add on memory made of 2 MiB chunks",
-        lambda at: f"{at['vector add']['2 MiB chunks, GB/s']:,.0f} GB/s",
-        lambda at: f"{at['vector add']['plain, GB/s']:,.0f} GB/s: on plain `cuMemAlloc` memory",
-    ),
-    (
-        "foundation-x2",
-        "vector add on memory striped over two GPUs (NVLink)",
-        lambda at: f"{at['vector add']['resident 0 and 1, GB/s']:,.0f} GB/s",
-        lambda at: f"{at['vector add']['raw, resident 0 and 1, GB/s']:,.0f} GB/s: mapped by raw calls",
-    ),
-    (
-        "elastic",
-        "grow to 8 GiB in steps of 2 MiB, each step",
-        lambda at: f"{at['growth to 8192 MiB in 2 MiB requests']['geometric']['mean']:.1f} µs",
-        lambda at: (
-            f"{at['growth to 8192 MiB in 2 MiB requests']['raw, µs a request']:.1f} µs: "
-            "create, map and set access"
-        ),
-    ),
+_SAVER = "torch_memory_saver, with retain_cpu_backup"
+GAINS: tuple[Line, ...] = (
     (
         "residency",
         "pause 8 GiB, contents kept in prepared host memory",
@@ -135,12 +103,59 @@ LINES: tuple[Line, ...] = (
         lambda at: f"{at['first of 32 layers, 8 GiB']['all layers, ms']:.0f} ms: all of them",
     ),
     (
+        "torch_memory",
+        "put 16 GB of torch tensors to sleep, host memory ready",
+        lambda at: f"{at['sleep and wake']['kept']['sleep, GB/s']:.1f} GB/s",
+        lambda at: f"{at[_SAVER]['sleep, GB/s']:.1f} GB/s: torch_memory_saver with `retain_cpu_backup`",
+    ),
+    (
+        "torch_memory",
+        "wake them at the same addresses",
+        lambda at: f"{at['sleep and wake']['kept']['wake, GB/s']:.1f} GB/s",
+        lambda at: f"{at[_SAVER]['wake, GB/s']:.1f} GB/s: the same",
+    ),
+    (
+        "elastic",
+        "grow to 8 GiB in steps of 2 MiB, each step",
+        lambda at: f"{at['growth to 8192 MiB in 2 MiB requests']['geometric']['mean']:.1f} µs",
+        lambda at: (
+            f"{at['growth to 8192 MiB in 2 MiB requests']['raw, µs a request']:.1f} µs: "
+            "create, map and set access"
+        ),
+    ),
+    (
+        "foundation",
+        "vector add on memory made of 2 MiB chunks",
+        lambda at: f"{at['vector add']['2 MiB chunks, GB/s']:,.0f} GB/s",
+        lambda at: f"{at['vector add']['plain, GB/s']:,.0f} GB/s: on plain `cuMemAlloc` memory",
+    ),
+    (
+        "foundation-x2",
+        "vector add on memory striped over two GPUs (NVLink)",
+        lambda at: f"{at['vector add']['resident 0 and 1, GB/s']:,.0f} GB/s",
+        lambda at: f"{at['vector add']['raw, resident 0 and 1, GB/s']:,.0f} GB/s: mapped by raw calls",
+    ),
+    (
         "sharing",
         "open 10 GiB of another process, until its first use",
         lambda at: f"{at['open']['remap, from asking to first use, with the journey, ms']:.2f} ms",
         lambda at: (
             f"{at['open']['raw export, import, map, access and use, ms']:.2f} ms: the driver calls alone"
         ),
+    ),
+)
+COSTS: tuple[Line, ...] = (
+    (
+        "foundation",
+        "allocate and close 64 MiB",
+        lambda at: f"{at['allocate and close']['64 MiB, µs']['remap']:.0f} µs",
+        lambda at: f"{at['allocate and close']['64 MiB, µs']['raw']:.0f} µs: the same calls of cuda-bindings",
+    ),
+    (
+        "foundation",
+        "allocate and close 2 MiB",
+        lambda at: f"{at['allocate and close']['2 MiB, µs']['remap']:.0f} µs",
+        lambda at: f"{at['allocate and close']['2 MiB, µs']['raw']:.0f} µs: the same",
     ),
     (
         "kernels",
@@ -160,18 +175,25 @@ LINES: tuple[Line, ...] = (
         lambda at: f"{at['launch']['2 buffers, µs']['remap']:.1f} µs",
         lambda at: f"{at['launch']['2 buffers, µs']['raw']:.1f} µs: `cuGraphLaunch` alone",
     ),
+    (
+        "torch_memory",
+        "put 16 GB of torch tensors to sleep, host memory given back each time",
+        lambda at: f"{at['sleep and wake']['given back']['sleep, GB/s']:.1f} GB/s",
+        lambda at: f"{at['sleep and wake']['link, GB/s']['down']:.1f} GB/s: the link",
+    ),
 )
+"""What is slower than without remap, and by how much: as much a reason to take it or leave it as the rest."""
 
 
-def readme(where: str) -> str:
+def readme(where: str, lines: tuple[Line, ...]) -> str:
     """Return the lines whose benchmarks have run on a machine."""
     runs = {
         name: newest(name.removesuffix("-x2"), f"{where}-x2" if name.endswith("-x2") else where)
-        for name in dict.fromkeys(line[0] for line in LINES)
+        for name in dict.fromkeys(line[0] for line in lines)
     }
     rows = [
         [what, own(run["figures"]), beside(run["figures"])]
-        for name, what, own, beside in LINES
+        for name, what, own, beside in lines
         if (run := runs[name]) is not None
     ]
     return table(["what", "remap", "to compare"], rows)
@@ -183,7 +205,8 @@ TABLES = {
     "releases-h200": ("typed", "h200", releases),
     "releases-host": ("typed", "host", releases),
     "levels-h200": ("hierarchy", "h200", levels),
-    "readme-h200": ("foundation", "h200", lambda _: readme("h200")),
+    "gains-h200": ("foundation", "h200", lambda _: readme("h200", GAINS)),
+    "costs-h200": ("foundation", "h200", lambda _: readme("h200", COSTS)),
 }
 DOCUMENTS = ("README.md", "docs/memory-kinds.md", "docs/memory-hierarchy.md")
 
