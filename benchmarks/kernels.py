@@ -3,8 +3,8 @@
 Run with `PYTHONPATH=src:. python benchmarks/kernels.py [host|cuda]`. Expected before the first run. Host driver:
 at least 1.5 million threads a second for a vector add with all checks on, at least 0.5 million for a reduction of 256
 threads with its barriers, and the vector add at least at 0.5 of NumPy's speed. H200: bandwidth of a vector add at least
-0.97 of the same kernel in CUDA C++; a launch with two arrays at most 1.5 times `launch` of cuda.core with the same four
-values.
+0.97 of the same kernel in CUDA C++; a launch with two arrays, in Python or in CUDA C++, at most 1.5 times `launch` of
+cuda.core with the same four values.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def on_cuda() -> dict[str, Any]:
 
 def launches(module: remap.Module) -> dict[str, Any]:
     """Time launches, the ways taking turns; the stream is emptied now and then, so that none waits for room."""
+    from cuda.bindings import driver as cu
     from cuda.core import Device, LaunchConfig, ObjectCode, launch
 
     device = Device(0)
@@ -171,12 +172,16 @@ def launches(module: remap.Module) -> dict[str, Any]:
         first, second = x.address, y.address
         one, other = np.uint64(first), np.uint64(second)
         length = np.int64(32)
+        raw: Any = cu.cuLaunchKernel
+        packed = plain._packer.pack((x, 32, y, 32))
+        shape = (1, 1, 1, 32, 1, 1, 0)
 
         def empty() -> None:
             stream.synchronize()
             theirs.sync()
 
         ways: dict[str, Callable[[], object]] = {
+            "cuLaunchKernel": lambda: raw(plain._function, *shape, stream.handle, packed.pointers, 0),
             "cuda.core": lambda: launch(theirs, config, core, one, length, other, length),
             "remap, Python kernel": lambda: nothing.launch(x, y, grid=1, block=32, stream=stream),
             "remap, CUDA C++": lambda: plain.launch(x, 32, y, 32, grid=1, block=32, stream=stream),
@@ -190,6 +195,7 @@ def launches(module: remap.Module) -> dict[str, Any]:
     return {
         **times,
         "ratio of Python kernels to cuda.core": times["remap, Python kernel"] / times["cuda.core"],
+        "ratio of CUDA C++ kernels to cuda.core": times["remap, CUDA C++"] / times["cuda.core"],
     }
 
 

@@ -18,7 +18,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 def test_code_runs(number: int) -> None:
     """Every block of code runs by itself, with warnings as errors, on the driver that is tested."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BLOCKS[number]], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", BLOCKS[number]],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -337,7 +337,8 @@ def test_threads_launch_the_same_kernel() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert not failures
     assert len(kernel._variants) == 1
 
@@ -368,5 +369,5 @@ def copy(x: remap.Slice, out: remap.DisjointSlice):
     (tmp_path / "program.py").write_text(text)
     command = [sys.executable, "-W", "error", str(tmp_path / "program.py")]
     environment = {**os.environ, "REMAP_DRIVER": "host"}
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
     assert found.stdout == "fine\n", found.stderr

@@ -91,7 +91,8 @@ def test_several_may_write_at_once(folder: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert set(seen) <= {content}
     assert [one.name for one in folder.iterdir()] == ["name"]
 

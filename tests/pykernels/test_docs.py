@@ -21,7 +21,7 @@ def test_a_block_runs(tmp_path: Path, number: int) -> None:
     program = tmp_path / "block.py"
     program.write_text(BLOCKS[number])
     command = [sys.executable, "-W", "error", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
 

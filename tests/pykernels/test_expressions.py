@@ -244,7 +244,7 @@ def test_the_generated_cpp_has_the_same_bits(tmp_path: Path, expressions: list[T
     source.write_text(text)
     options = ["-O1", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
     command = ["g++", *options, str(source), "-o", str(library)]
-    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert not compiled.returncode, compiled.stderr
     loaded = ctypes.CDLL(str(library))
     arguments: list[Any] = []

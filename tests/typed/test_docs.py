@@ -32,7 +32,11 @@ def test_code_runs(number: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # a file: kernels are compiled from their source
     program.write_text(BLOCKS[number])
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 from remap.drivers.graph_powers import NodeKind
 from remap.drivers.powers import SupportsRepeats
-from remap.errors import InUseError, NotSupportedError, not_supported
+from remap.errors import InUseError, NotSupportedError, RemapError, not_supported
 from remap.graphs import footprint
-from remap.graphs.nodes import Allocation, GraphMemory, Node, raise_failure
+from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, raise_failure
 from remap.kernels.module import Module
 from remap.launches import Repeat, Usable, launches
 from remap.lifetime import Description, Release, Resource, Step, watchers
@@ -61,6 +66,10 @@ class Executable(Resource):
         self._foreign = tuple(others)
         self._ends = tuple(one for one in others if any(one in node._keeps for node in frees))
         self._latest: Repeat | None = None
+        if any(isinstance(one, HostCall) for one in kept) or any(
+            node.kind is NodeKind.HOST for node in self._nodes
+        ):
+            _calling.add(self)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -171,6 +180,14 @@ class Executable(Resource):
     def _check_closable(self) -> None:
         launches.check_none(self._uses, self, "closed")
 
+    def _runs(self) -> bool:
+        """Tell whether a stream that it was launched on has work left; does not wait."""
+        for queue in self._uses.queues:
+            with queue.kept() as there, queue.device.current():
+                if there and not queue.device._driver.stream_done(queue.handle):
+                    return True
+        return False
+
     def _detach(self) -> Release:
         steps: list[Step] = [(in_context, (self.device, self._driver.graph_exec_destroy, self._handle))]
         wait = self._uses.waiter((self.device,), f"closing {self.kind} {self.serial}")
@@ -183,6 +200,25 @@ class Executable(Resource):
         return Description(
             self.kind, self.serial, size, None, f"{count} node{'s' * (count != 1)} on {self.device}"
         )
+
+
+_calling: WeakSet[Executable] = WeakSet()
+"""Those that call functions of Python."""
+
+
+def _let_runs_end() -> None:
+    """Wait, when the process ends, for runs that call Python, which cannot be called any more when it has ended.
+
+    Where they do not end, there is a limit.
+    """
+    end, pause = time.monotonic() + _PATIENCE, threading.Event()
+    with suppress(RemapError):  # a lost context, or a driver that has gone
+        while any(one._runs() for one in list(_calling) if not one.closed) and time.monotonic() < end:
+            pause.wait(0.002)
+
+
+_PATIENCE = 5.0
+atexit.register(_let_runs_end)
 
 
 def _distinct(things: Iterable[Any]) -> list[Any]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
+import os
+import threading
+import time
 from collections.abc import Callable
 
 from remap.drivers.cuda.bindings import cuda, failure
 from remap.drivers.powers import call_host_function
+from remap.errors import context_lost
 
 _waiting: dict[int, tuple[Callable[[], None], bool]] = {}
 _tokens = itertools.count(1)
@@ -16,14 +21,36 @@ _tokens = itertools.count(1)
 def _called(token: int) -> None:
     # On a thread of the driver's.
     function, again = _waiting[token]
+    call_host_function(function)
     if not again:
         del _waiting[token]
-    call_host_function(function)
 
 
 # One C function for all of them: it lives as long as the process, and so cannot go while the driver may call it.
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_called)
 _CALLED = ctypes.cast(_FUNCTION, ctypes.c_void_p).value
+
+
+def _let_them_end() -> None:
+    """Wait, when the process ends, for functions that are still to be called.
+
+    A thread that is not Python's and comes while Python ends never returns, and with it goes the driver's thread, whose
+    end the driver then waits for. Where nobody calls them, as after a fault, there is a limit.
+    """
+    end, pause = time.monotonic() + _PATIENCE, threading.Event()
+    while not context_lost() and time.monotonic() < end:
+        if not any(not again for _, again in list(_waiting.values())):
+            pause.wait(_RETURN)
+            return
+        pause.wait(_RETURN)
+
+
+_PATIENCE = 5.0
+_RETURN = 0.002  # seconds in which the driver's thread is back from Python
+
+atexit.register(_let_them_end)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_waiting.clear)
 
 
 class HostFunctionCalls:
