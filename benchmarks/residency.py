@@ -7,22 +7,26 @@ resume at most 1.05 of bytes / link, for 8 × 1 GiB and for 200 × 16 MiB; the v
 rate (4.4 GB/s with 16 threads); host memory released each time, pause at least 0.8 of the touch rate and resume at
 least 0.9 of the link; without a backup at most 1.2 of the raw calls over the same chunks, for 1, 32 and 128 of them;
 the first of 32 layers after at most 1/16 of a whole resume; a kernel on resumed and on migrated memory at least 0.99
-of plain memory. Raw calls are those of remap's driver object, which adds about a microsecond to each.
+of plain memory. Raw calls are those of remap's driver object, which adds about a microsecond to each. A device clears
+memory after its release, and copies and calls right behind a pause may wait for that: what is marked "after a rest"
+began half a second later. `benchmarks/link.py` takes these figures apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import repeat
 from typing import Any, Self
 
 import numpy as np
 
 import remap
+from benchmarks.link import REST, fresh, seconds
 from benchmarks.record import write
 from remap import GiB, MiB
 from remap.residency import pages
@@ -30,13 +34,6 @@ from remap.residency.arenas import SLAB
 from remap.types import Access, AllocationProperties
 
 REPEATS = 5
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def median(times: Sequence[float]) -> float:
@@ -95,24 +92,20 @@ def link(size: int) -> dict[str, float]:
     return found
 
 
+def touch(executor: ThreadPoolExecutor, start: int, size: int) -> None:
+    """Touch fresh host pages, a slab at a time in each thread."""
+    list(executor.map(pages.touch, range(start, start + size, SLAB), repeat(SLAB)))
+
+
 def touch_rate(size: int) -> dict[str, float]:
-    """Return the GB/s at which fresh host pages are touched by 16 threads: small ones, and as the pool does it."""
+    """Return the GB/s at which fresh host pages are touched by 16 threads: small ones, and large ones."""
     found: dict[str, float] = {}
-    slabs = range(0, size, SLAB)
-
-    def small(address: int) -> None:
-        pages._libc().mprotect(address, SLAB, 3)
-        ctypes.memset(address, 0, SLAB)
-
-    for name, touch in (("small pages", small), ("as the pool", lambda at: pages.commit(at, SLAB, -1))):
+    for large in (False, True):
         times: list[float] = []
         for _ in range(3):
-            base = pages.reserve(size + SLAB)
-            start = -(-base // SLAB) * SLAB
-            with ThreadPoolExecutor(16) as executor:
-                times.append(seconds(lambda: list(executor.map(lambda at: touch(start + at), slabs))))  # noqa: B023
-            pages.give_back(base, size + SLAB)
-        found[name] = len(slabs) * SLAB / median(times) / 1e9
+            with fresh(size, large=large) as start, ThreadPoolExecutor(16) as executor:
+                times.append(seconds(partial(touch, executor, start, size)))
+        found["large pages" if large else "small pages"] = size / median(times) / 1e9
     return found
 
 
@@ -142,12 +135,13 @@ def raw_calls(sizes: Sequence[int]) -> tuple[float, float]:
     return median([one[1] for one in times]), median([one[0] for one in times])
 
 
-def cycles(buffers: Buffers, repeats: int, **options: Any) -> tuple[float, float]:
-    """Return the seconds of pause and of resume; the pool settles in between, outside of the clock."""
+def cycles(buffers: Buffers, repeats: int, rest: float = 0.0, **options: Any) -> tuple[float, float]:
+    """Return the seconds of pause and of resume; the pool settles in between, outside of the clock, as does `rest`."""
     slept: list[float] = []
     woken: list[float] = []
     for _ in range(repeats):
         slept.append(seconds(lambda: remap.pause(buffers.all)))
+        time.sleep(rest)
         woken.append(seconds(lambda: remap.resume(buffers.all, **options)))
         remap.host_pool().wait()
     buffers.check()
@@ -183,6 +177,8 @@ def shape(count: int, size: int, rate: dict[str, float], touched: float) -> dict
         slept, woken = cycles(buffers, REPEATS)
         found["prepared: pause, of the floor"] = slept / best_down
         found["prepared: resume, of the floor"] = woken / best_up
+        _, rested = cycles(buffers, REPEATS, REST)
+        found["prepared: resume after a rest, of the floor"] = rested / best_up
         found["prepared: GB/s down and up"] = [total / slept / 1e9, total / woken / 1e9]
         remap.host_pool(prepare=0)
         pool.trim()
@@ -209,22 +205,26 @@ def without_backup(total: int) -> dict[str, Any]:
     return found
 
 
-def first_layer(total: int) -> dict[str, float]:
-    """Measure when the first of 32 layers has arrived, and when all have."""
+def first_layer(total: int, rest: float = 0.0) -> dict[str, float]:
+    """Measure when an ordered resume returns, when the first of 32 layers has arrived, and when all have."""
     with Buffers(32, total // 32) as buffers:
         remap.host_pool(prepare=total + total // 8).wait()
+        returned: list[float] = []
         first: list[float] = []
         whole: list[float] = []
         for _ in range(REPEATS):
             remap.pause(buffers.all)
+            time.sleep(rest)
             start = time.perf_counter()
             with remap.resume(buffers.all, events=True) as waking:
+                returned.append(time.perf_counter() - start)
                 waking.events[0].synchronize()
                 first.append(time.perf_counter() - start)
             whole.append(time.perf_counter() - start)
         buffers.check()
     remap.host_pool(prepare=0).trim()
     return {
+        "returned, ms": median(returned) * 1e3,
         "first layer, ms": median(first) * 1e3,
         "all layers, ms": median(whole) * 1e3,
         "first of all": median(first) / median(whole),
@@ -286,17 +286,19 @@ def main() -> None:
     small, large = max(16 * MiB // scale, 2 * MiB), 1 * GiB // scale
     with remap.device(0).current():
         rate = link(large)
-        touched = touch_rate(8 * large)
+        touched = touch_rate(max(8 * large, 2 * SLAB))
         figures: dict[str, Any] = {"link, GB/s": rate, "touch rate, GB/s": touched}
         for name, count, size in (
             ("8 × 1 GiB", 8, large),
             ("200 × 16 MiB", 200 if scale == 1 else 20, small),
         ):
-            figures[name] = shape(count, size, rate, touched["small pages"])
+            figures[name] = shape(count, size, rate, max(touched.values()))
             print(name, figures[name], flush=True)
         figures["no backup, 8 GiB"] = without_backup(8 * large if scale == 1 else 256 * MiB)
         print(figures["no backup, 8 GiB"], flush=True)
-        figures["first of 32 layers, 8 GiB"] = first_layer(8 * large if scale == 1 else 128 * MiB)
+        layers = 8 * large if scale == 1 else 128 * MiB
+        figures["first of 32 layers, 8 GiB"] = first_layer(layers)
+        figures["first of 32 layers, 8 GiB, after a rest"] = first_layer(layers, REST)
         figures["moved"] = moved(large)
         print(figures["moved"], flush=True)
         figures["growth, host memory kept"] = growth(

@@ -118,6 +118,7 @@ def test_chunk_events_tell_only_of_their_chunk(stage: Stage) -> None:
         remap.pause(buffers)
         mark = stage.mark()
         with remap.resume(buffers, events=True) as waking:
+            waking.events[-1].synchronize()
             calls = [
                 name for name in stage.names_since(mark) if name in {"copy_to_device", "record_event", "map"}
             ]

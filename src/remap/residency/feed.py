@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 from remap.buffers.base import POISON, Buffer
@@ -102,6 +105,52 @@ class Portion:
         return at, window.address
 
 
+class Worker:
+    """A thread that waits for one call to make, or for `stop`.
+
+    It is started before there is anything to be slow: starting a thread waits until that runs, and one that goes to
+    work at once keeps the interpreter's lock (5 ms a turn) from whoever started it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # The end of the interpreter waits while it works, and not while it is idle.
+        self._thread = threading.Thread(target=self._work, name="remap-resume", daemon=True)
+        self._started = False
+        with suppress(RuntimeError):  # no thread can be had: the caller makes the call
+            self._thread.start()
+            self._started = True
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Make a call in the thread, which ends then; here and now where there is none."""
+        _busy.add(self)
+        self._calls.put(call)
+        if not self._started:
+            self._work()
+
+    def stop(self) -> None:
+        """End the thread, which has nothing to do."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        call = self._calls.get()
+        if call is not None:
+            try:
+                call()
+            finally:
+                _busy.discard(self)
+
+
+_busy: set[Worker] = set()
+
+
+@atexit.register
+def _finish() -> None:
+    """Let those end that are at work: a thread must not be stopped in the middle of a call of a driver."""
+    for worker in list(_busy):
+        worker._thread.join()
+
+
 class Feed:
     """What is still to be mapped and filled, in order. `start` lets a thread do it, which ends with the last of it.
 
@@ -121,16 +170,12 @@ class Feed:
         self.error: BaseException | None = None
         self.buffers = tuple(dict.fromkeys(portion.buffer for portion in self._left))
 
-    def start(self) -> None:
-        """Bring everything in a thread; here and now where none can be had."""
-        if not self._left:
-            return
-        # No daemon: the interpreter's end waits for it, instead of ending it in the middle of a call.
-        thread = threading.Thread(target=self._work, name="remap-resume")
-        try:
-            thread.start()
-        except RuntimeError:
-            self._work()
+    def start(self, worker: Worker) -> None:
+        """Bring everything in a thread."""
+        if self._left:
+            worker.run(self._work)
+        else:
+            worker.stop()
 
     def wait(self, portions: Iterable[Portion], asked: str) -> None:
         """Wait on the host until portions are done; raises `PausedError` where one of them has failed."""

@@ -12,7 +12,7 @@ from remap.errors import InvalidValueError, OutOfMemoryError
 from remap.lifetime import Rollback, drain
 from remap.locations import in_context
 from remap.ranges import Chunk
-from remap.residency.feed import Portion
+from remap.residency.feed import Portion, Worker
 from remap.residency.flow import Flow
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
@@ -148,7 +148,10 @@ def _wake(
             figures.held + figures.leaving, figures.notes,
         )  # fmt: skip
 
+    worker = Worker() if events else None
     with Rollback() as rollback:
+        if worker is not None:
+            rollback.undo(worker.stop)
         portions: list[Portion] = []
         for buffer, backup in zip(buffers, backups, strict=True):
             if backup.stale:
@@ -182,8 +185,8 @@ def _wake(
                 rollback.undo(rest.close)
                 rollback.undo(rest.wait)
                 waking = Waking(driver, rest, portions, backups, keep_host, poison, measure)
-    if waking is not None:
-        waking._start()
+    if waking is not None and worker is not None:
+        waking._start(worker)
         return waking
     # Before memory goes back in the background: that would hold up what is asked of the driver.
     moved = measure()

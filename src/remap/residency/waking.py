@@ -10,7 +10,7 @@ from remap.errors import InUseError
 from remap.lifetime import Description, Release, Resource, Step
 from remap.locations import Device, in_context
 from remap.ranges import Chunk
-from remap.residency.feed import Feed, Portion
+from remap.residency.feed import Feed, Portion, Worker
 from remap.residency.flow import Flow
 from remap.residency.results import Moved
 from remap.residency.stores import Asleep, drop_all
@@ -215,8 +215,8 @@ class Waking(Resource):
             self._feed.abandon()
         super().__del__()
 
-    def _start(self) -> None:
-        self._feed.start()
+    def _start(self, worker: Worker) -> None:
+        self._feed.start(worker)
 
     def _detach(self) -> Release:
         driver = self._driver
