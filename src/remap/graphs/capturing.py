@@ -11,8 +11,8 @@ from remap.errors import ClosedError, InUseError, InvalidValueError
 from remap.graphs.graph import Graph
 from remap.graphs.nodes import Allocation, missing
 from remap.kernels.module import Module
-from remap.lifetime import Resource, capturing, live, undo
-from remap.locations import Device, device
+from remap.lifetime import Release, Resource, capturing, epoch, live, queued, undo
+from remap.locations import Device, device, in_context
 from remap.sizes import Size, parse_size
 from remap.spans import Span
 from remap.streams import StreamLike, Uses, as_stream
@@ -40,6 +40,8 @@ class Capture:
         self._allocations: dict[int, Allocation] = {}
         self._graph: Graph | None = None
         self._on = False
+        self._begun = False  # the stream is being captured for this object, or may be
+        self._epoch = epoch()
 
     @property
     def graph(self) -> Graph:
@@ -80,30 +82,59 @@ class Capture:
         """Begin the capture."""
         if self._on or self._graph is not None:
             raise InUseError("a second use of a capture", rule="it captures once", next_step="Make another")
-        with self.device.current():
-            self._driver.begin_capture(self._queue.handle, self._mode)
         self._held.__enter__()
+        try:
+            with self.device.current():
+                self._begun = not self.device._driver.stream_capturing(self._queue.handle)
+                self._driver.begin_capture(self._queue.handle, self._mode)
+        except BaseException as error:
+            self._discard(error)
+            raise
         self._on = True
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """End the capture; make the graph unless the block has failed."""
         self._on = False
-        used = list(self._used()) if error is None else []
-        self._held.__exit__(None, None, None)
-        with self.device.current():
-            if error is not None:
-                undo(error, self._discard)
-                return
-            handle = self._driver.end_capture(self._queue.handle)
-        graph = Graph(self.device, _handle=handle)
-        graph._adopt(graph._driver.graph_nodes(handle))
-        graph._keeps = used
-        self._graph = graph
+        if error is not None:
+            self._discard(error)
+            return
+        handle, graph = 0, None
+        try:
+            used = list(self._used())
+            with self.device.current():
+                handle = self._driver.end_capture(self._queue.handle)
+                self._begun = False
+            owned, handle = handle, 0  # an object that was interrupted as it was made may give it back itself
+            graph = Graph(self.device, _handle=owned)
+            graph._adopt(graph._driver.graph_nodes(owned))
+            graph._keeps = used
+            self._graph = graph
+            self._held.__exit__(None, None, None)
+        except BaseException as failed:
+            if graph is not None:
+                undo(failed, graph.close)
+            elif handle:
+                undo(failed, in_context, self.device, self._destroy, handle)
+            self._graph = None
+            self._discard(failed)
+            raise
 
-    def _discard(self) -> None:
+    def _discard(self, error: BaseException) -> None:
+        """Let the stream go after `error`, without a graph."""
+        self._held.__exit__(None, None, None)
+        begun, self._begun = self._begun, False
+        if begun:
+            undo(error, _end, self.device, self._queue.handle)
+
+    def _destroy(self, graph: int) -> None:
         driver: Any = self._driver
-        driver.graph_destroy(self._driver.end_capture(self._queue.handle))
+        driver.graph_destroy(graph)
+
+    def __del__(self) -> None:
+        """Leave the end of a capture that an interrupt kept from ending to the next call."""
+        if getattr(self, "_begun", False) and self._epoch == epoch():
+            queued.append(Release(0, [(_end, (self.device, self._queue.handle))]))
 
     def _used(self) -> Iterable[object]:
         """Yield the buffers and modules with work in streams that are being captured: what the graph needs."""
@@ -134,3 +165,12 @@ def capture(stream: StreamLike | None = None, *, mode: CaptureMode | str = Captu
     except ValueError:
         rule = f"a mode is one of {', '.join(CaptureMode)}"
         raise InvalidValueError(f"capture mode {mode!r}", rule=rule) from None
+
+
+def _end(at: Device, stream: int) -> None:
+    """End the capture of a stream, if it is still on, and drop what was captured."""
+    driver: Any = at._driver
+    with at.current():
+        if driver.stream_capturing(stream):
+            graph = driver.end_capture(stream)
+            driver.graph_destroy(graph)
