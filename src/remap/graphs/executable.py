@@ -103,17 +103,16 @@ class Executable(Resource):
         if self._left or self._foreign:
             self._launch_with_memory(queue)
             return
-        self._repeat(queue, self._used).go()
-        if queue.transient or watchers or not (stream is None or isinstance(stream, Stream)):
-            return
-        call = None
-        if isinstance(self._driver, SupportsRepeats):
-            call = self._driver.repeat_graph_launch(self.device._context, self._handle, queue.handle)
-        self._latest = self._repeat(queue, self._used, call)
+        repeat = self._repeat(queue, self._used)
+        repeat.go()
+        if not (queue.transient or watchers) and (stream is None or isinstance(stream, Stream)):
+            self._latest = repeat
 
-    def _repeat(self, queue: Queue, used: Sequence[Usable], call: Callable[[], None] | None = None) -> Repeat:
-        if call is None:
-            call = partial(self._queue, self.device, self._handle, queue)
+    def _repeat(self, queue: Queue, used: Sequence[Usable]) -> Repeat:
+        """Return a launch on a stream, which uses all this."""
+        call: Callable[[], None] = partial(self._queue, self.device, self._handle, queue)
+        if isinstance(self._driver, SupportsRepeats) and not watchers:
+            call = self._driver.repeat_graph_launch(self.device._context, self._handle, queue.handle)
         return Repeat((self, *used), queue, self._asked, call)
 
     @staticmethod

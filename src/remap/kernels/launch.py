@@ -133,38 +133,47 @@ class Kernel:
             work = Work(self._twin or self._no_twin(), config, queue, packed, touches)
         else:
             work = Work(self._function, config, queue, self._packer.pack(arguments), None)
-        kept = False
-        try:
-            self._launch(work)
-            found = self._packer.repeatable(arguments, work.packed) if can_keep(queue, stream) else None
-            if found is not None:
-                kept = self._keep(self._kept, work, arguments, stream, shape, found, checked)
-        finally:
-            if not kept:
-                work.packed.give_back()
+        found = self._packer.repeatable(arguments, work.packed) if can_keep(queue, stream) else None
+        self._launch(work, self._kept, arguments, stream, shape, found, checked)
 
-    def _keep(
+    def _launch(
         self,
-        kept: Kept,
         work: Work,
+        kept: Kept,
         given: tuple[Any, ...],
         stream: StreamLike | None,
         shape: Shape,
-        found: Repeatable,
+        found: Repeatable | None,
         checked: object,
-    ) -> bool:
-        """Keep a launch to be made again on the same memory; return whether that can be."""
-        function, config, queue, packed, _ = work
-        if self._function is None and found.numbers:  # on the host driver they are in the function
-            return False
-        driver = queue.device._driver
+    ) -> None:
+        """Launch while nobody can take away what that uses, and keep the launch if `found` says how to repeat it."""
+        packed = work.packed
         things: tuple[Usable, ...] = (self.module, *packed.spans)
-        call: Callable[[], None] = partial(_queue, work)
-        if self._function is not None and isinstance(driver, SupportsRepeats):
-            call = driver.repeat_launch(queue.device._context, function, config, queue.handle, packed)
+        try:
+            # On the host driver the numbers are in the function.
+            if found is None or (self._function is None and found.numbers):
+                Repeat(things, work.queue, self._asked, partial(_queue, work)).go()
+                packed.give_back()
+                return
+            again = Again(things, work, self._asked, self._call(work), shape, found, checked)
+            again.go()
+        except BaseException:
+            packed.give_back()
+            raise
+        if checked is not launches.stamp:  # what the checks have found may have changed since
+            packed.give_back()
+            return
         packed.spans = ()  # nothing is kept alive
-        kept.keep(Again(things, work, self._asked, call, shape, found, checked), stream, given)
-        return True
+        kept.keep(again, stream, given)
+
+    def _call(self, work: Work) -> Callable[[], None]:
+        """Return what makes the driver's call, again and again."""
+        function, config, queue, packed, _ = work
+        device = queue.device
+        if self._function is None or not isinstance(device._driver, SupportsRepeats):
+            return partial(_queue, work)
+        with device.current():  # so that it has a context
+            return device._driver.repeat_launch(device._context, function, config, queue.handle, packed)
 
     def _prepare(
         self, arguments: tuple[Any, ...], grid: Extent, block: Extent, shared: Size, at: Device
@@ -197,10 +206,6 @@ class Kernel:
             packed.give_back()
             raise
         return Prepared(function, config, packed, touches, self.module)
-
-    def _launch(self, work: Work) -> None:
-        """Launch while everything among the arguments is kept from being taken away, then note the stream."""
-        Repeat((self.module, *work.packed.spans), work.queue, self._asked, partial(_queue, work)).go()
 
     def _host_memory_unreached(self) -> str:
         """Say why the device does not reach host memory by its own addresses; empty where it does."""

@@ -99,15 +99,8 @@ class PythonKernel:
             work = Work(function, config, queue, packed, touches)
         else:
             work = Work(loaded.function, config, queue, variant.pack(arguments, views), None)
-        kept = False
-        try:
-            loaded.kernel._launch(work)
-            if found is not None:
-                shape = (len(arguments), _hashable(grid), _hashable(block), shared, allow_overlap)
-                kept = loaded.kernel._keep(self._kept, work, arguments, stream, shape, found, checked)
-        finally:
-            if not kept:
-                work.packed.give_back()
+        shape = (len(arguments), _hashable(grid), _hashable(block), shared, allow_overlap)
+        loaded.kernel._launch(work, self._kept, arguments, stream, shape, found, checked)
 
     def _prepare(
         self, arguments: tuple[Any, ...], grid: Extent, block: Extent, shared: Size, at: Device
