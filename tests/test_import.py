@@ -45,3 +45,13 @@ def test_import_opens_no_driver() -> None:
     assert not [
         name for name in printed.split() if name.startswith(("remap.drivers.cuda", "remap.drivers.host"))
     ]
+
+
+def test_modules_that_go_by_a_short_name() -> None:
+    """`import remap.torch` and the attribute are one module; without torch, either is an ImportError with the cure."""
+    script = (
+        "import remap\ntry:\n  import remap.torch as a\n"
+        "except ImportError as e: print(e)\nelse: print(a is remap.torch)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == "True\n" or "pip install" in done.stdout

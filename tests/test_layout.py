@@ -20,7 +20,7 @@ FACADE = "remap"
 
 LAYERS = (
     ("cli", "__main__"),
-    ("integrations",),
+    ("integrations", "torch"),
     ("graphs", "collectives"),
     ("sharing", "observe", "kernels", "residency"),
     ("buffers",),
@@ -35,6 +35,7 @@ LAYERS = (
 
 NEIGHBOURS = {
     "__main__": {"cli"},
+    "torch": {"integrations"},
     "spans": {"ranges"},
     "arrays": {"exports", "foreign", "dlpack", "streams", "locations"},
     "exports": {"streams", "locations"},

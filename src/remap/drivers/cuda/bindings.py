@@ -38,9 +38,11 @@ def start() -> None:
         (err,) = cuda.cuInit(0)
     except RuntimeError as error:  # DynamicLibNotFoundError, and what other versions raise in its place
         where = "" if sys.platform == "linux" else f" on {sys.platform}"
+        # The former's text says at length what ours says; others may say something new.
+        said = "" if type(error).__name__ == "DynamicLibNotFoundError" else f" ({str(error).rstrip('. ')})"
         raise RemapError(
             "the CUDA driver cannot be opened",
-            rule=f"the NVIDIA driver library (libcuda) was not found{where} ({str(error).rstrip('. ')})",
+            rule=f"the NVIDIA driver library (libcuda) was not found{where}{said}",
             next_step="Install the NVIDIA driver, or give the container access to the GPU",
         ) from error
     if err:
