@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import remap
 from remap import drivers
 from remap.drivers.wrappers import Faulty, Recording
+from remap.residency.arenas import SLAB
 from remap.residency.waking import Waking
 from remap.testing.bench import wait_until
 
@@ -176,3 +178,42 @@ def test_a_child_keeps_off() -> None:
                 os._exit(told)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 2
+
+
+class Paced(Faulty):
+    """A driver that locks the last of some slabs of host memory only when the first copy has been queued."""
+
+    def __init__(self, inner: Any, slabs: int) -> None:
+        self._slabs = count(1)
+        self._last = slabs
+        self._copied = threading.Event()
+        super().__init__(inner)
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        checked = super()._wrap(name, call)
+
+        def paced(*arguments: Any, **keywords: Any) -> Any:
+            if name == "register_pinned" and next(self._slabs) == self._last:
+                assert self._copied.wait(30), "everything is locked before anything is copied"
+            if name == "copy_to_host":
+                self._copied.set()
+            return checked(*arguments, **keywords)
+
+        return paced
+
+
+def test_host_memory_is_prepared_beside_the_copies() -> None:
+    """The first pause copies into the first slabs while later ones are still touched and locked (trap 16)."""
+    inner: Any = drivers.open()
+    if not hasattr(inner, "register_pinned"):
+        pytest.skip("the driver has no pinned memory")
+    driver = Recording(Paced(inner, 4))
+    remap.use(driver)
+    try:
+        with filled(4 * SLAB) as buffers:
+            assert not remap.pause(buffers).notes
+            assert len(driver.calls_to("register_pinned")) == 4
+            remap.resume(buffers)
+            assert np.array_equal(buffers[0].to_host(), contents(0, 4 * SLAB))
+    finally:
+        drivers.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Generator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import remap
 from remap import MiB
-from remap.residency.arenas import SLAB
+from remap.residency.arenas import SLAB, PageChoice
 from remap.residency.hostpool import HostPool
 from remap.testing.stage import Stage
 
@@ -154,3 +156,48 @@ def test_memory_that_cannot_be_unlocked_stays(stage: Stage) -> None:
         remap.resume(buffers)
         assert holds(buffers)
     pool.wait()
+
+
+def test_no_room_for_more_data(pool: HostPool) -> None:
+    """Where the system counts memory before it is touched, a backup is refused there, and nothing is changed (5)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with filled(SIZE) as buffers:
+        remap.pause(buffers)
+        remap.resume(buffers)
+        pool.trim()
+        (arena,) = pool._arenas.values()
+        opened = arena._open
+        resource.setrlimit(resource.RLIMIT_DATA, (used + SLAB, hard))
+        try:
+            with pytest.raises(remap.OutOfMemoryError, match="of host memory for a backup"):
+                pool.take([64 * SLAB], remap.device(0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        figures = pool.statistics()
+        assert (figures.held, figures.used) == (0, 0)
+        assert arena._open == opened
+        remap.pause(buffers)
+        remap.resume(buffers)
+        assert holds(buffers)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_pages_are_those_that_are_sooner_ready(faster: bool) -> None:
+    """Both kinds of pages are tried in turn; the faster is taken then, and the other tried now and again."""
+    choice = PageChoice()
+    trials: list[bool] = []
+    while choice.large is None:
+        large, trial = choice.next()
+        assert trial
+        trials.append(large)
+        choice.note(large, 1.0 if large is faster else 2.0)
+    assert trials == [True, False] * (len(trials) // 2)
+    later = [choice.next() for _ in range(64)]
+    assert {large for large, trial in later if not trial} == {faster}
+    assert {large for large, trial in later if trial} == {not faster}
+    assert 0 < sum(trial for _, trial in later) <= 8
+    for _ in range(8):  # it changes its mind when the times do
+        choice.note(faster, 3.0)
+    assert choice.large is not faster
