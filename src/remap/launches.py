@@ -57,8 +57,11 @@ class Launches:
         """Let launches look again, and raise `InUseError` if one that uses `thing` is under way.
 
         The caller holds the driver's lock, and when it lets go of that, `thing` says that nobody may use it: it is
-        closed, or taken. `held` is how launches name it: its `_uses`, or a stream. `doing` is a past participle.
+        closed, or taken. `held` is how launches name it: its `_uses`, or a stream; None where there never was one.
+        `doing` is a past participle.
         """
+        if held is None:
+            return
         self.renew()
         if any(held is one for several in list(self.under_way.values()) for one in several):
             raise InUseError(
