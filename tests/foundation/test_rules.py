@@ -187,15 +187,18 @@ class Waiting(Faulty):
         return told
 
 
+def copy_and_wait(buffer: remap.Buffer, stream: remap.Stream) -> None:
+    """Copy to the host in the order of a stream, and wait for it."""
+    buffer.copy_to_host(np.empty(SIZE, np.uint8), stream=stream)
+    stream.synchronize()
+
+
 WAITS: dict[str, Callable[[remap.Buffer, remap.Stream], object]] = {
     "closing": lambda buffer, _: buffer.close(),
     "pausing": lambda buffer, _: remap.pause(buffer),
     "moving": lambda buffer, _: remap.migrate(buffer, remap.Host()),
     "taking a right": lambda buffer, _: buffer.set_access({0: "r"}),
-    "copying": lambda buffer, stream: (
-        buffer.copy_to_host(np.empty(SIZE, np.uint8), stream=stream),
-        stream.synchronize(),
-    ),
+    "copying": copy_and_wait,
     "waiting for a stream": lambda _, stream: stream.synchronize(),
     "waiting for an event": lambda _, stream: stream.record().synchronize(),
     "waiting for a device": lambda _, __: remap.device(0).synchronize(),
