@@ -75,3 +75,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be a multiple" in said
     assert "cure  " in said
     assert command(["explain", "NoSuchError"]) == 1
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_it_fits_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text is wrapped to the terminal's width; only a program's own lines keep theirs."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert command(["explain"]) == 0
+    assert command(["explain", "OutOfMemoryError"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
