@@ -18,7 +18,7 @@ from remap.graphs import footprint
 from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, raise_failure
 from remap.kernels.module import Module
 from remap.launches import Repeat, Usable, launches
-from remap.lifetime import Description, Release, Resource, Step, watchers
+from remap.lifetime import Description, Release, Resource, Step, epoch, watchers
 from remap.locations import Device, in_context
 from remap.spans import Span
 from remap.streams import Queue, Stream, StreamLike, Uses, as_stream
@@ -181,6 +181,8 @@ class Executable(Resource):
 
     def _runs(self) -> bool:
         """Tell whether a stream that it was launched on has work left; does not wait."""
+        if self.closed or self._epoch != epoch():
+            return False
         for queue in self._uses.queues:
             with queue.kept() as there, queue.device.current():
                 if there and not queue.device._driver.stream_done(queue.handle):
@@ -212,7 +214,7 @@ def _let_runs_end() -> None:
     """
     end, pause = time.monotonic() + _PATIENCE, threading.Event()
     with suppress(RemapError):  # a lost context, or a driver that has gone
-        while any(one._runs() for one in list(_calling) if not one.closed) and time.monotonic() < end:
+        while any(one._runs() for one in list(_calling)) and time.monotonic() < end:
             pause.wait(0.002)
 
 
