@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -48,8 +49,9 @@ __all__ = [
     "capturing",
     "collect",
     "drain",
+    "enter",
     "epoch",
-    "left",
+    "leave",
     "live",
     "on_creation",
     "queued",
@@ -82,7 +84,7 @@ class Resource:
     def _opened(self) -> None:
         self._open = True
         _live[self.serial] = weakref.ref(self)
-        if left and self._driver in left:
+        if left and id(self._driver) in left:
             self._refuse_left()
         if sites.depth:
             self._site = sites.here()
@@ -258,14 +260,28 @@ class _Process:
 _process = _Process()
 _serials = itertools.count(1)
 _live: dict[int, weakref.ref[Resource]] = {}
-left: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The drivers whose use was ended, or is about to be: nothing new of theirs may come to life."""
+left: dict[int, weakref.ref[Any]] = {}
+"""The drivers whose use was ended, or is about to be, by identity: nothing new of theirs may come to life."""
 _hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())
 watchers: list[Callable[[str, Resource, str], None]] = []
 """Those who watch the objects of all threads: each is called with "made", or "begin" and "end" of an operation by name.
 
 Operations look whether it is empty, so that nobody pays who is not watched. A trace is a watcher.
 """
+
+
+def leave(driver: Any) -> None:
+    """Let nothing new of a driver come to life."""
+    left[id(driver)] = weakref.ref(driver, partial(_gone, id(driver)))
+
+
+def enter(driver: Any) -> None:
+    """Take a driver into use, again if it was left before."""
+    left.pop(id(driver), None)
+
+
+def _gone(number: int, _: object) -> None:
+    left.pop(number, None)
 
 
 def tell(what: str, thing: Resource, doing: str) -> None:

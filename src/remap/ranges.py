@@ -17,6 +17,7 @@ from remap.errors import AccessError, ForkedError, InUseError, InvalidValueError
 from remap.launches import launches
 from remap.lifetime import Release, Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
+from remap.sizes import counted
 from remap.streams import After, Event, Known, Queue, StreamLike, Uses, wait_after
 from remap.types import Access, Facts, Grants, Held, Location
 
@@ -311,16 +312,17 @@ class Range(Resource):
             rule = (
                 f"it is being {self._taken}"
                 if self._taken
-                else f"{len(self._operations)} operations on it are under way"
+                else f"{counted(len(self._operations), 'operation')} on it still under way"
             )
             raise InUseError(f"{self.describe()} to be {doing}", rule=rule, next_step="Let them end first")
         if views:
             raise InUseError(
                 f"{self.describe()} to be {doing}",
-                rule=f"{len(views)} arrays of other libraries still view it",
-                next_step="Delete them first",
+                rule=f"it is still viewed through {counted(len(views), 'array')} of other libraries",
+                next_step="Delete what views it first",
             )
-        launches.check_none(self._known_uses, self, doing)
+        if self._known_uses is not None:
+            launches.check_none(self._known_uses, self, doing)
 
     def _check_closable(self) -> None:
         self._check_free("closed", self._exports)

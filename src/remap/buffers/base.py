@@ -184,7 +184,8 @@ class Buffer(Span):
         if not self._reserved:
             return Release(0, [], self._wait_on_close())
         driver, where = self._driver, (self._address, self._reserved)
-        return Release(0, [(driver.unmap, where), (driver.free_range, where)], self._wait_on_close())
+        wait = None if self._known_uses is None else self._wait_on_close()
+        return Release(0, [(driver.unmap, where), (driver.free_range, where)], wait)
 
     def describe(self) -> Description:
         """Return what this buffer is."""

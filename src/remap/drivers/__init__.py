@@ -18,6 +18,7 @@ from remap.drivers.protocol import Driver
 from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
 from remap.loading import loading
 from remap.releases import Rollback
+from remap.sizes import counted
 
 __all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "opened", "use"]
 
@@ -150,7 +151,7 @@ def use(driver: str | Driver, **options: Any) -> Driver:
             new, previous = driver, None
             _leave(asked, rollback, ending=False)
         with _choice.lock:
-            lifetime.left.discard(new)
+            lifetime.enter(new)
             _set(new)
     if previous is not None:
         previous.shutdown()
@@ -184,8 +185,8 @@ def _leave(asked: str, rollback: Rollback, *, ending: bool) -> Driver | None:
     driver = opened()
     if driver is not None and ending:
         # Before the look at what lives: what another thread makes meanwhile is seen here, or is refused there.
-        rollback.undo(lifetime.left.discard, driver)
-        lifetime.left.add(driver)
+        rollback.undo(lifetime.enter, driver)
+        lifetime.leave(driver)
     _check_idle(asked)
     if driver is not None:
         for listener in _listeners:
@@ -200,7 +201,7 @@ def _check_idle(asked: str) -> None:
         listed = "; ".join(str(thing.describe()) for thing in living[:5])
         raise InUseError(
             asked,
-            rule=f"{len(living)} of the present driver's objects are alive: {listed}",
+            rule=f"{counted(len(living), 'object')} of the present driver still alive: {listed}",
             next_step="Close them first",
         )
 

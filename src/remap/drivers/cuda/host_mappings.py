@@ -26,40 +26,40 @@ class HostMappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._handles: set[int] = set()
-        self._starts: list[int] = []
+        self.handles: set[int] = set()
+        self.starts: list[int] = []
         self._ends: list[int] = []
 
     def __bool__(self) -> bool:
         """Tell whether there is any."""
-        return bool(self._starts)
+        return bool(self.starts)
 
     def created(self, handle: int, *, at_host: bool) -> None:
         """Note where the memory of a new handle is; numbers of handles come again."""
         if at_host:
-            self._handles.add(handle)
-        elif self._handles:
-            self._handles.discard(handle)
+            self.handles.add(handle)
+        elif self.handles:
+            self.handles.discard(handle)
 
     def mapped(self, address: int, size: int, handle: int) -> None:
         """Note a mapping, if it is of host-located memory."""
-        if handle in self._handles:
+        if handle in self.handles:
             with self._lock:
-                at = bisect_left(self._starts, address)
-                self._starts.insert(at, address)
+                at = bisect_left(self.starts, address)
+                self.starts.insert(at, address)
                 self._ends.insert(at, address + size)
 
     def unmapped(self, address: int, size: int) -> None:
         """Forget the mappings in a range."""
         with self._lock:
-            first, last = bisect_left(self._starts, address), bisect_left(self._starts, address + size)
-            del self._starts[first:last], self._ends[first:last]
+            first, last = bisect_left(self.starts, address), bisect_left(self.starts, address + size)
+            del self.starts[first:last], self._ends[first:last]
 
     def base_of(self, address: int) -> int:
         """Return the base of the mapping that holds an address, 0 if there is none."""
         with self._lock:
-            at = bisect_right(self._starts, address) - 1
-            return self._starts[at] if at >= 0 and address < self._ends[at] else 0
+            at = bisect_right(self.starts, address) - 1
+            return self.starts[at] if at >= 0 and address < self._ends[at] else 0
 
     def check(self, call: str, address: int, size: int, *, writes: bool, pageable: bool = False) -> None:
         """Refuse a copy that the CPU would make without the right to; `pageable` says that it comes from host memory.
@@ -67,9 +67,9 @@ class HostMappings:
         Raises INVALID_VALUE, as for memory on a device.
         """
         with self._lock:
-            first = max(bisect_right(self._starts, address) - 1, 0)
-            last = bisect_left(self._starts, address + size)
-            touched = list(zip(self._starts[first:last], self._ends[first:last], strict=True))
+            first = max(bisect_right(self.starts, address) - 1, 0)
+            last = bisect_left(self.starts, address + size)
+            touched = list(zip(self.starts[first:last], self._ends[first:last], strict=True))
         touched = [(start, end) for start, end in touched if end > address]
         if not touched:
             return

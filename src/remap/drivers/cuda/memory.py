@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from remap.drivers.cuda.bindings import cuda, failure
 from remap.drivers.cuda.host_mappings import HostMappings, at_host
 from remap.drivers.cuda.structures import (
@@ -37,6 +39,9 @@ class MemoryCalls:
     def __init__(self) -> None:
         super().__init__()
         self._host_mappings = HostMappings()
+        # What was asked for last, and the structures made of it: programs ask for the same again and again.
+        self._last_prop: tuple[AllocationProperties | None, Any, bool] = (None, None, False)
+        self._last_grants: tuple[tuple[tuple[Location, Access], ...] | None, list[Any]] = (None, [])
 
     # -- physical allocations --
 
@@ -54,7 +59,14 @@ class MemoryCalls:
         return Granularity(int(minimum), int(recommended))
 
     def create(self, size: int, properties: AllocationProperties) -> int:
-        err, handle = cuda.cuMemCreate(size, allocation_prop(properties), 0)
+        last = self._last_prop
+        if last[0] is not properties:  # looking one up costs more than all the rest of this method
+            last = self._last_prop = (
+                properties,
+                allocation_prop(properties),
+                not properties.location.is_device,
+            )
+        err, handle = cuda.cuMemCreate(size, last[1], 0)
         if err:
             rule, step = _WHY_NOT_CREATED.get(int(err), ("", ""))
             if err == CudaResult.NOT_PERMITTED and HandleType.FABRIC not in properties.handle_types:
@@ -62,7 +74,8 @@ class MemoryCalls:
             asked = f"create {format_size(size)} of {_told(properties)}"
             raise failure("cuMemCreate", err, asked=asked, rule=rule, next_step=step)
         number = int(handle)
-        self._host_mappings.created(number, at_host=not properties.location.is_device)
+        if last[2] or self._host_mappings.handles:
+            self._host_mappings.created(number, at_host=last[2])
         return number
 
     def release(self, handle: int) -> None:
@@ -114,18 +127,23 @@ class MemoryCalls:
         if err:
             rule = _WHY_NOT_MAPPED.get(int(err), "")
             raise failure("cuMemMap", err, asked=_at("map an allocation", address, size), rule=rule)
-        self._host_mappings.mapped(address, size, handle)
+        if self._host_mappings.handles:
+            self._host_mappings.mapped(address, size, handle)
 
     def unmap(self, address: int, size: int) -> None:
         (err,) = cuda.cuMemUnmap(address, size)
         if err:
             rule = "a range may hold whole mappings only" if err == CudaResult.INVALID_VALUE else ""
             raise failure("cuMemUnmap", err, asked=_at("unmap", address, size), rule=rule)
-        if self._host_mappings:
+        if self._host_mappings.starts:
             self._host_mappings.unmapped(address, size)
 
     def set_access(self, address: int, size: int, grants: Grants) -> None:
-        descriptions = access_descriptions(tuple(grants))
+        last = self._last_grants
+        if last[0] is not grants:
+            kept = tuple(grants)  # the same object if it cannot change, and only then found again
+            last = self._last_grants = kept, access_descriptions(kept)
+        descriptions = last[1]
         (err,) = cuda.cuMemSetAccess(address, size, descriptions, len(descriptions))
         if err:
             rule = _WHY_NO_ACCESS.get(int(err), "")
