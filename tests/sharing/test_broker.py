@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -216,6 +218,61 @@ def test_many_names(broker: BrokerProcess) -> None:
             client.put(name, buffer, size=1)
         assert [one.name for one in client.list()] == names
         assert client.status().buffers == 250
+
+
+def test_an_address_that_others_have_free(broker: BrokerProcess) -> None:
+    """What is created lies where no system puts libraries or stacks, so that successors can have it there, too."""
+    if remap.driver().name != "host" or platform.machine() != "x86_64":
+        pytest.skip("where addresses are free is known of Linux on x86-64 alone")
+    with (
+        remap.connect(broker.path) as client,
+        client.create("a", SIZE, resident=0) as first,
+        client.create("b", SIZE, resident=0) as second,
+    ):
+        assert first.address != second.address
+        for one in (first, second):
+            assert 0x2000_0000_0000 <= one.address < 0x4000_0000_0000
+
+
+SHORT = """
+import os, resource, sys
+import remap
+client = remap.connect(sys.argv[1])
+client.open("a").close()
+whole = resource.getrlimit(resource.RLIMIT_NOFILE)
+highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+fillers = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, whole[1]))
+try:
+    while True:
+        fillers.append(os.dup(0))
+except OSError:
+    pass
+try:
+    client.open("a", access="rw")
+except remap.ShareError as error:
+    print("ulimit -n" in str(error))
+for number in fillers:
+    os.close(number)
+print(client.list()[0].open, client.status().clients)
+client.open("a", access="rw").close()
+client.close()
+"""
+
+
+def test_a_client_out_of_descriptors(broker: BrokerProcess) -> None:
+    """A client that can open no more files is told so, has nothing open then, and goes on when it can again."""
+    with remap.connect(broker.path) as client, client.create("a", SIZE, resident=0):
+        pass
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SHORT, str(broker.path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT,
+        env=os.environ,
+    )
+    assert (done.stdout, done.stderr) == ("True\n0 1\n", "")
 
 
 # -- hostile clients --

@@ -501,3 +501,54 @@ def test_no_more_than_it_was_opened_with(stage: Stage) -> None:
             other.set_access({0: "none"})
             other.set_access({0: "r"})
             assert (other.to_host() == 3).all()
+
+
+KINDS: dict[str, Callable[[], remap.Buffer]] = {
+    "buffer": lambda: shareable(8 * MiB),
+    "elastic": lambda: remap.ElasticBuffer(capacity=8 * MiB, device=0, chunk=4 * MiB, shareable="posix_fd"),
+    "ring": lambda: remap.RingBuffer(4 * MiB, device=0, shareable="posix_fd"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("imported", [False, True])
+def test_every_kind_stays_where_it_is(stage: Stage, kind: str, imported: bool) -> None:
+    """Every kind of buffer, exported or imported, refuses to pause, migrate and decommit; with detach=True it does."""
+    del stage
+    with KINDS[kind]() as buffer:
+        if isinstance(buffer, remap.ElasticBuffer):
+            buffer.resize(8 * MiB)
+        with remap.export(buffer) as exported, remap.open(exported, access="rw") as other:
+            buffer.fill(1)
+            one: remap.Buffer = other if imported else buffer
+            acts: list[Callable[..., object]] = [
+                lambda **how: remap.pause(one, **how),
+                lambda **how: remap.migrate(one, remap.Host(), **how),
+            ]
+            if isinstance(one, remap.ElasticBuffer):
+                elastic = one
+                acts.append(lambda **how: elastic.decommit(0, 4 * MiB, **how))
+                acts.append(lambda **how: elastic.resize(4 * MiB, **how))
+            for act in acts:
+                with pytest.raises(remap.InUseError, match="detach"):
+                    act()
+            remap.pause(one, detach=True)
+            remap.resume(one)
+            one.fill(2)
+            left = buffer if imported else other
+            assert (left.to_host() == 1).all(), "the others have the old memory still"
+
+
+def test_an_import_is_handed_on_twice(stage: Stage, nothing_left: None) -> None:
+    """Two hops away, with everybody before gone, memory can still be exported: each keeps what it received (T17)."""
+    del stage, nothing_left
+    with shareable() as buffer:
+        buffer.fill(7)
+        ticket = remap.export(buffer).to_bytes()
+        before = remap.open(ticket, access="rw")
+    for _ in range(3):
+        ticket = remap.export(before).to_bytes()
+        before.close()
+        before = remap.open(ticket, access="rw")
+    assert (before.to_host() == 7).all()
+    before.close()

@@ -138,6 +138,24 @@ def no_life_of_its_own(exchange: Exchange) -> list[str]:
     return found
 
 
+def exported(exchange: Exchange) -> list[Any]:
+    """Export one's own memory, another rank's, and both together."""
+    found: list[Any] = []
+    with remap.SymmetricBuffer(exchange, MiB) as sym:
+        sym.local.fill(7 + exchange.rank)
+        with remap.export(sym.local) as own, remap.open(own) as again:
+            found.append(int(again.to_host()[0]))
+            with remap.export(sym.local, size=1) as another:
+                found.append(another.descriptor.identity == own.descriptor.identity)
+        for part in (sym.rank(1 - exchange.rank), sym):
+            try:
+                remap.export(part).close()
+            except ShareError as error:
+                found.append("another process" in str(error))
+        exchange.barrier()
+    return found
+
+
 def closed_in_any_order(exchange: Exchange) -> tuple[int, bool]:
     """Rank 0 closes first: the others go on reading its memory, and it is given back when the last has closed."""
     sym = remap.SymmetricBuffer(exchange, 4 * MiB)

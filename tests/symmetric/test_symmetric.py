@@ -118,6 +118,12 @@ def test_no_life_of_its_own() -> None:
         assert "it was not asked for (multicast=True" in found[5]
 
 
+def test_exported() -> None:
+    """A rank exports its own memory to others; that of other ranks, which the driver exports no more, it refuses."""
+    for rank, found in enumerate(values(run_ranks(2, roles.exported))):
+        assert found == [7 + rank, True, True, True]
+
+
 def test_closed_in_any_order() -> None:
     """A rank may close when it likes: the others read on; its memory is free when all have closed (traps 36, 37)."""
     assert values(run_ranks(3, roles.closed_in_any_order)) == [(10, True)] * 3

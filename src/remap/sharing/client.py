@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import secrets
 import threading
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,41 +24,10 @@ from remap.sharing.exported import PATIENCE
 from remap.sharing.importing import ImportedBuffer, import_memory
 from remap.sharing.sockets import broker_path
 from remap.sharing.sockets import connect as connect_channel
-from remap.sharing.wire import LONGEST_WAIT, VERSION, Fields, check_name, encode
-from remap.sizes import Size
+from remap.sharing.wire import LONGEST_WAIT, VERSION, BrokerStatus, Fields, NamedBuffer, check_name, encode
+from remap.sizes import GiB, Size
 from remap.spans import Span
 from remap.types import Access, HandleType
-
-
-@dataclass(frozen=True, slots=True)
-class NamedBuffer:
-    """What a broker says of a buffer: its size in bytes, where it lies, and which processes have it open."""
-
-    name: str
-    size: int
-    chunks: int
-    locations: tuple[str, ...]
-    driver: str
-    identity: bytes
-    since: float
-    writer: int | None
-    readers: tuple[int, ...]
-    open: int
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerStatus:
-    """What a broker says of itself; `survives_restart` tells whether a service manager keeps its buffers."""
-
-    process: int
-    path: str
-    started: float
-    clients: int
-    waiting: int
-    requests: int
-    buffers: int
-    bytes: int
-    survives_restart: bool
 
 
 class _Lease:
@@ -109,6 +78,7 @@ class BrokerClient:
                 handles,
                 access=Access.parse(options.get("access", Access.READ_WRITE)),
                 accessing=accessing,
+                hint=_quiet_address(),
                 on_close=((self._release, (lease,)),),
             )
         try:
@@ -288,18 +258,24 @@ class BrokerClient:
         with self._lock:
             deadline = deadline_in(self.timeout)
             message = encode(fields, blob)
+            pause = 0.001
             while True:
                 try:
                     if self._channel is None:
                         self._channel = self._connect_again(deadline)
                     answer, got = _exchange(self._channel, message, fds, deadline)
                     break
-                except (OSError, EOFError) as error:
+                except BaseException as error:
                     if self._channel is not None:
-                        self._channel.close()  # an answer that came later would be taken for that of another request
+                        # What came later, or is left of this answer, would be taken for that of another request.
+                        self._channel.close()
                         self._channel = None
-                    if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+                    if not isinstance(error, OSError | EOFError):
+                        raise
+                    if isinstance(error, TimeoutError) or time.monotonic() + pause >= deadline:
                         raise self._silent(str(error)) from error
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
             try:
                 answer.raise_error()
             except RemapError:
@@ -333,21 +309,28 @@ class BrokerClient:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
-        for lease in list(self._leases):
-            fields = {"name": lease.name, "identity": lease.identity.hex(), "access": str(lease.access)}
-            try:
-                answer, fds = _exchange(channel, encode({"op": "claim", **fields}), (), deadline)
-                fds.close()
-                answer.raise_error()
-                lease.number = int(answer.number("lease", 1 << 53))
-            except RemapError as error:
-                self._leases.discard(lease)
-                warnings.warn(
-                    f'buffer "{lease.name}" is open here and the broker, started anew, does not know: {error}',
-                    RemapWarning,
-                    stacklevel=4,
-                )
+        try:
+            for lease in list(self._leases):
+                self._claim(channel, lease, deadline)
+        except BaseException:
+            channel.close()
+            raise
         return channel
+
+    def _claim(self, channel: Channel, lease: _Lease, deadline: float) -> None:
+        fields = {"name": lease.name, "identity": lease.identity.hex(), "access": str(lease.access)}
+        answer, fds = _exchange(channel, encode({"op": "claim", **fields}), (), deadline)
+        fds.close()
+        try:
+            answer.raise_error()
+            lease.number = int(answer.number("lease", 1 << 53))
+        except RemapError as error:
+            self._leases.discard(lease)
+            warnings.warn(
+                f'buffer "{lease.name}" is open here and the broker, started anew, does not know: {error}',
+                RemapWarning,
+                stacklevel=5,
+            )
 
     def _silent(self, why: str) -> ShareError:
         return ShareError(
@@ -379,6 +362,16 @@ class BrokerClient:
             except (OSError, EOFError, ShareError):
                 channel.close()  # which ends all leases of this connection; the next request claims the others again
                 self._channel = None
+
+
+def _quiet_address() -> int:
+    """Return an address where other processes most likely have nothing, so that they can map a buffer there, too.
+
+    Where systems put things, libraries and stacks and whatever is mapped with no hint, is drawn anew for each process:
+    in the terabyte below 0x7fff…, and above 0x55… or 0x56…. One in some hundred processes had something of its own
+    where another one had its weights. A system or device that has no such addresses chooses others.
+    """
+    return (0x2000 << 32) + secrets.randbelow(0x2000 << 2) * GiB
 
 
 def _exchange(channel: Channel, message: bytes, fds: Any, deadline: float) -> tuple[Fields, Fds]:

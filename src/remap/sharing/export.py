@@ -133,8 +133,11 @@ def _take(
                 return _Taken(chunks, offset, shared.kind, imported.properties), again
             for address in (chunk.address for chunk in chunks):
                 retained.append(driver.retain(address))  # noqa: PERF401 (those before a failure are given back)
-        properties = driver.properties_of(retained[0]) if retained else getattr(span, "properties", _NOTHING)
+        found = [driver.properties_of(handle) for handle in retained]
+        properties = found[0] if found else getattr(span, "properties", _NOTHING)
         kind = _choose(span, properties, kind)
+        for one in found[1:]:  # ranks' memory side by side: some is this process's, some another's
+            _choose(span, one, kind)
         return _Taken(chunks, offset, kind, properties), _handles(driver, retained, kind)
     finally:
         for handle in retained:
@@ -175,7 +178,7 @@ def _choose(span: Span, properties: AllocationProperties, kind: HandleType | Non
     if kind is None:
         kind = HandleType.POSIX_FD if HandleType.POSIX_FD in made_for else next(iter(made_for), None)
     if kind is None or kind not in made_for:
-        listed = " and ".join(sorted(made_for)) or "none"
+        listed = " and ".join(sorted(made_for)) or "none, as of what another process has made"
         raise _not_made_for(
             span, str(kind or "any handle"), f"its handle types were fixed when it was created: {listed}"
         )

@@ -12,11 +12,11 @@ from remap.errors import DescriptorError
 from remap.handles import PhysicalAllocation, create_handle, reserve_range
 from remap.lifetime import Rollback
 from remap.sharing.agreement import Agreement
-from remap.sharing.channel import Fds
+from remap.sharing.channel import LONGEST_LIMIT, Fds
 from remap.sharing.descriptor import IDENTITY_BYTES, Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
 from remap.sharing.importing import _checked_place, _map_whole
-from remap.sharing.leases import LIMIT, lend
+from remap.sharing.leases import lend
 from remap.sharing.multicast import MulticastObject, MulticastView
 from remap.sharing.settling import Plan
 from remap.sizes import format_size
@@ -82,7 +82,8 @@ def _offer(driver: Any, plan: Plan, handle: int, size: int, receipts: int) -> Ex
         return Exported(descriptor, handles=(bytes(shareable),))
     fds = Fds([shareable])
     os.set_inheritable(shareable, False)
-    return Exported(descriptor, lease=lend(fds, receipts=max(receipts, 1), limit=LIMIT))
+    # Its time is that of the steps, whatever limits those have: whoever offers it closes it after them.
+    return Exported(descriptor, lease=lend(fds, receipts=max(receipts, 1), limit=LONGEST_LIMIT))
 
 
 def _take(data: bytes, plan: Plan, size: int) -> Exported:

@@ -53,6 +53,7 @@ class ImportedBuffer(Buffer):
         accessing: LocationLike | Iterable[LocationLike] | None,
         *,
         same_address: bool = False,
+        hint: int = 0,
         on_close: tuple[Step, ...] = (),
     ) -> None:
         # Not Buffer.__init__, which creates memory of its own.
@@ -72,7 +73,7 @@ class ImportedBuffer(Buffer):
         self.properties = _properties(descriptor, place)
         if descriptor.chunks:
             with Rollback() as rollback:  # no lock: nobody else can see this range yet
-                self._map(accessing, access, same_address, rollback)
+                self._map(accessing, access, same_address, hint, rollback)
         self._opened()
 
     @property
@@ -88,6 +89,7 @@ class ImportedBuffer(Buffer):
         accessing: LocationLike | Iterable[LocationLike] | None,
         access: Access,
         same_address: bool,
+        hint: int,
         rollback: Rollback,
     ) -> None:
         driver, shared = self._driver, self.descriptor
@@ -104,7 +106,7 @@ class ImportedBuffer(Buffer):
             check_reach(driver, users, places)
             grants = tuple((user, access) for user in users)
             total = shared.mapped_size
-            self._base = at = self._reserve(total, same_address)
+            self._base = at = self._reserve(total, same_address, hint)
             rollback.undo(driver.free_range, at, total)
             self._reserved, self._address = total, at + shared.offset
             for index, (handle, chunk) in enumerate(imported):
@@ -122,9 +124,14 @@ class ImportedBuffer(Buffer):
         for handle, _ in imported:
             driver.release(handle)
 
-    def _reserve(self, total: int, same_address: bool) -> int:
-        wanted = self.descriptor.address - self.descriptor.offset if same_address else 0
-        found = reserve_range(self._driver, total, 0, max(wanted, 0))
+    def _reserve(self, total: int, same_address: bool, hint: int) -> int:
+        wanted = self.descriptor.address - self.descriptor.offset if same_address else hint
+        try:
+            found = reserve_range(self._driver, total, 0, max(wanted, 0))
+        except DriverError:
+            if not hint or same_address:
+                raise
+            found = reserve_range(self._driver, total)  # a hint is a wish, whatever a driver makes of it
         if same_address and found != wanted:
             self._driver.free_range(found, total)
             raise ShareError(
@@ -220,11 +227,13 @@ def import_memory(
     access: Access | str,
     accessing: LocationLike | Iterable[LocationLike] | None = None,
     same_address: bool = False,
+    hint: int = 0,
     on_close: tuple[Step, ...] = (),
 ) -> ImportedBuffer:
     """Map memory by its descriptor and one handle for each chunk; takes ownership of descriptors of files.
 
-    `on_close` are steps that its closing takes after the memory is unmapped.
+    `hint` is an address where it may lie, but need not. `on_close` are steps that its closing takes after the memory is
+    unmapped.
     """
     try:
         driver = drivers.current()
@@ -236,7 +245,14 @@ def import_memory(
                 rule="each chunk has one of its own",
             )
         return ImportedBuffer(
-            driver, descriptor, handles, right, accessing, same_address=same_address, on_close=on_close
+            driver,
+            descriptor,
+            handles,
+            right,
+            accessing,
+            same_address=same_address,
+            hint=hint,
+            on_close=on_close,
         )
     except BaseException:
         if isinstance(handles, Fds):

@@ -30,6 +30,7 @@ LIMIT = 60.0
 TOKEN_BYTES = 32
 _IDLE = 10.0
 _MOST_PEERS = 256
+_BREATH = 0.05
 
 
 class Lease:
@@ -141,15 +142,19 @@ class _Server:
         return max(min(limits) - now, 0) if limits else None
 
     def _accept(self) -> None:
-        with suppress(OSError):  # out of descriptors: the peer's own time limit tells it
+        try:
             channel = self._listener.accept()
-            if channel is None:
-                return
-            if len(self._peers) >= _MOST_PEERS:
-                channel.close()
-                return
-            self._peers[channel] = (time.monotonic() + _IDLE, None)
-            self._selector.register(channel, selectors.EVENT_READ)
+        except OSError:
+            # Out of descriptors, with a peer that waits: asking the selector again would only say so again.
+            time.sleep(_BREATH)
+            return
+        if channel is None:
+            return
+        if len(self._peers) >= _MOST_PEERS:
+            channel.close()
+            return
+        self._peers[channel] = (time.monotonic() + _IDLE, None)
+        self._selector.register(channel, selectors.EVENT_READ)
 
     def _serve(self, channel: Channel) -> None:
         """Take a peer's token and send what it stands for, or take its receipt. Nothing here waits."""
@@ -198,7 +203,8 @@ def _forked() -> None:
         _process.server = None
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _serving() -> _Server:

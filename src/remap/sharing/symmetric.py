@@ -210,6 +210,7 @@ class RankView(Span):
     _taken: Any = _of_whole("_taken")
     _exports: Any = _of_whole("_exports")
     _views: Any = _of_whole("_views")
+    _identity: Any = _of_whole("_identity")
 
     def __init__(self, whole: SymmetricBuffer, rank: int) -> None:
         # Not Resource's constructor: nothing is owned here, so that nothing can be left open.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from remap.errors import AccessError, DescriptorError, InUseError, InvalidValueError, RemapError, ShareError
@@ -114,3 +115,34 @@ def check_name(name: str) -> str:
             rule=f"a name has 1 to {LONGEST_NAME} printable characters",
         )
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBuffer:
+    """What a broker says of a buffer: its size in bytes, where it lies, and which processes have it open."""
+
+    name: str
+    size: int
+    chunks: int
+    locations: tuple[str, ...]
+    driver: str
+    identity: bytes
+    since: float
+    writer: int | None
+    readers: tuple[int, ...]
+    open: int
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerStatus:
+    """What a broker says of itself; `survives_restart` tells whether a service manager keeps its buffers."""
+
+    process: int
+    path: str
+    started: float
+    clients: int
+    waiting: int
+    requests: int
+    buffers: int
+    bytes: int
+    survives_restart: bool
