@@ -86,6 +86,7 @@ def test_the_first_can_run_while_the_rest_comes() -> None:
             threading.Thread(target=buffers[1].fill, args=(7,)),
             threading.Thread(target=waking.events[1].synchronize),
             threading.Thread(target=stream.wait, args=(waking.events[2],)),
+            threading.Thread(target=lambda: waking.events[2].handle),
         ]
         for user in users:
             user.start()

@@ -11,6 +11,7 @@ from remap.buffers.base import Buffer
 from remap.buffers.sources import mapped_only
 from remap.errors import InvalidValueError
 from remap.lifetime import Resource, epoch, on_creation
+from remap.sizes import counted
 
 if TYPE_CHECKING:
     from remap.locations import LocationLike
@@ -68,7 +69,7 @@ class Group:
 
     def __repr__(self) -> str:
         """Return the tag and how many buffers there are."""
-        return f"<remap.Group {self.tag!r} of {len(self.buffers)} buffers>"
+        return f"<remap.Group {self.tag!r} of {counted(len(self.buffers), 'buffer')}>"
 
 
 class _Groups:

@@ -21,11 +21,11 @@ from remap.streams import Event, Queue
 class ChunkEvent(Event):
     """The event of one chunk: it has passed when the chunk's bytes are there. It lives as long as its `Waking`.
 
-    Whoever waits for it waits on the host, too, until the chunk is mapped and its copy queued, which is a matter of
-    milliseconds; `PausedError` if that has failed. `handle` must be read after such a wait, or `await_queued`.
+    Whoever waits for it, or reads its `handle`, waits on the host first until the chunk is mapped and its copy queued,
+    which is a matter of milliseconds; `PausedError` if that has failed.
     """
 
-    __slots__ = ("_portion", "_waking", "buffer", "chunk")
+    __slots__ = ("_event", "_portion", "_waking", "buffer", "chunk")
 
     kind: ClassVar[str] = "chunk event"
 
@@ -37,7 +37,14 @@ class ChunkEvent(Event):
         self.buffer = mark.portion.buffer
         self.chunk = mark.chunk
         self.device = mark.device
-        self.handle = mark.event
+        self._event = mark.event
+
+    @property
+    def handle(self) -> int:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The event's handle. A stream that waited for it before it is recorded would not wait at all."""
+        if not self._portion.done:
+            self._await_queued()
+        return self._event
 
     @property
     def closed(self) -> bool:
@@ -52,14 +59,16 @@ class ChunkEvent(Event):
             return False
         return super().done
 
-    def await_queued(self) -> None:
-        """Wait on the host until the event stands in its stream, so that other streams can wait for its `handle`."""
+    def describe(self) -> Description:
+        """Return what this event is."""
+        return Description(self.kind, self.serial, 0, None, f"on {self.device}, handle {self._event:#x}")
+
+    def _await_queued(self) -> None:
         self._waking._check()
-        if not self._portion.done:
-            self._waking._feed.wait([self._portion], "a chunk")
+        self._waking._feed.wait([self._portion], "a chunk")
 
     def _check(self) -> None:
-        self.await_queued()
+        self._await_queued()
 
 
 class Mark(NamedTuple):
