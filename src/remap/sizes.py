@@ -65,6 +65,11 @@ def format_size(size: int) -> str:
     return f"{size} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words that agree: `1 chunk`, `2 chunks`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def round_up(size: int, granularity: int) -> int:
     """Return the smallest multiple of `granularity` that is not below `size`."""
     return -(-size // granularity) * granularity

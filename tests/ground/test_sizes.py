@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remap.errors import AlignmentError, InvalidValueError
-from remap.sizes import GiB, KiB, MiB, check_aligned, format_size, is_power_of_two, parse_size, round_up
+from remap.sizes import (
+    GiB,
+    KiB,
+    MiB,
+    check_aligned,
+    counted,
+    format_size,
+    is_power_of_two,
+    parse_size,
+    round_up,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +79,13 @@ def test_misalignment_names_the_neighbours() -> None:
 def test_powers_of_two() -> None:
     """1, 2 and 4 are powers of two; 0, 3 and negatives are not."""
     assert [number for number in (-2, 0, 1, 2, 3, 4) if is_power_of_two(number)] == [1, 2, 4]
+
+
+def test_things_are_counted_in_words_that_agree() -> None:
+    """One thing is no plural."""
+    assert [counted(n, "chunk") for n in (0, 1, 2, 1000)] == [
+        "0 chunks",
+        "1 chunk",
+        "2 chunks",
+        "1,000 chunks",
+    ]
