@@ -161,6 +161,9 @@ class AddressSpace:
 
     def covers(self, start: int, end: int) -> bool:
         """Tell whether reservations cover [start, end) without a gap."""
+        latest = self._latest  # mostly the one, also below: a call of `around` costs more than all the rest
+        if latest is not None and latest.base <= start and end <= latest.end:
+            return True
         while start < end:
             reservation = self.around(start)
             if reservation is None:
@@ -260,6 +263,9 @@ class AddressSpace:
         mapping = self._by_end.get(address)
         if mapping is not None and mapping.protection >= 0:
             return mapping.stops | mapping.protection
+        latest = self._latest
+        if latest is not None and latest.base < address <= latest.end:
+            return _HOLE
         return _NOTHING if self.around(address - 1) is None else _HOLE
 
     def _start_at(self, address: int) -> int:
@@ -267,6 +273,9 @@ class AddressSpace:
         mapping = self.mappings.starting_at(address)
         if mapping is not None and mapping.protection >= 0:
             return mapping.starts | mapping.protection
+        latest = self._latest
+        if latest is not None and latest.base <= address < latest.end:
+            return _HOLE
         return _NOTHING if self.around(address) is None else _HOLE
 
     def _check_count(self, call: str, growth: int) -> None:
