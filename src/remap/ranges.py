@@ -325,7 +325,8 @@ class Range(Resource):
             launches.check_none(self._known_uses, self, doing)
 
     def _check_closable(self) -> None:
-        self._check_free("closed", self._exports)
+        if self._taken or self._busy or self._exports or self._known_uses is not None:
+            self._check_free("closed", self._exports)
 
     def close(self, *, after: After = Known.STREAMS) -> None:
         """Unmap and give the memory back. Closing again does nothing.
