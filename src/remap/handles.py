@@ -38,7 +38,7 @@ from remap.locations import (
     parse_access,
     parse_handle_types,
 )
-from remap.sizes import Size, check_aligned, format_size, is_power_of_two, parse_size
+from remap.sizes import Size, check_aligned, counted, format_size, is_power_of_two, parse_size
 from remap.spans import Chunk, Span
 from remap.types import AllocationProperties, Facts, Grants, HandleType, Held, Location
 
@@ -160,8 +160,8 @@ class Reservation(Resource):
             named = ", ".join(f"{format_size(size)} at offset {format_size(at)}" for at, size in entries[:4])
             raise InUseError(
                 f"closing {self.describe()}",
-                rule=f"it has {len(entries)} live mappings: {named}{', …' if len(entries) > 4 else ''}",
-                next_step="Close the mappings first",
+                rule=f"it has {counted(len(entries), 'live mapping')}: {named}{', …' if len(entries) > 4 else ''}",
+                next_step="Close what is mapped first",
             )
 
     def _detach(self) -> Release:
@@ -172,7 +172,9 @@ class Reservation(Resource):
 
     def describe(self) -> Description:
         """Return what this reservation is."""
-        return Description(self.kind, self.serial, self.size, self.address, f"{len(self._table)} mappings")
+        return Description(
+            self.kind, self.serial, self.size, self.address, counted(len(self._table), "mapping")
+        )
 
 
 class Mapping(Span):

@@ -69,7 +69,7 @@ def test_numpy_takes_it(shared: remap.Buffer) -> None:
     assert view.dtype == np.int16
     view[:] = 3
     assert (array.to_host() == 3).all()
-    with pytest.raises(remap.InUseError, match="1 arrays"):
+    with pytest.raises(remap.InUseError, match="1 array of"):
         shared.close()
     del view
     shared.close()

@@ -62,7 +62,7 @@ def test_interface_holds_the_buffer_open(private: remap.Buffer) -> None:
     array = private.array()
     assert array.__cuda_array_interface__
     assert array.__cuda_array_interface__
-    with pytest.raises(remap.InUseError, match="1 arrays"):
+    with pytest.raises(remap.InUseError, match="1 array of"):
         private.close()
     del array
     private.close()

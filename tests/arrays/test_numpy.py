@@ -68,7 +68,7 @@ def test_holds_the_buffer_open(shared: remap.Buffer) -> None:
     view = shared.array("u1", 100).numpy()
     part = view[10:].reshape(9, 10)[::2]
     del view
-    with pytest.raises(remap.InUseError, match="1 arrays"):
+    with pytest.raises(remap.InUseError, match="1 array of"):
         shared.close()
     part[:] = 7  # the memory is there
     assert (shared.to_host("u1", 11)[10:] == 7).all()

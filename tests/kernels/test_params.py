@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_by_its_place(parameter: Parameter, argumen
 def test_a_wrong_number_of_arguments_is_refused() -> None:
     """Too few and too many arguments are refused, with how many there should be."""
     for arguments in ((), (1, 2)):
-        with pytest.raises(LaunchError, match="it has 1 parameters"):
+        with pytest.raises(LaunchError, match="it has 1 parameter"):
             Packer("k", [Parameter(4, INTEGER)]).pack(arguments)
 
 

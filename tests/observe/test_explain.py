@@ -65,8 +65,9 @@ def test_a_wrong_name_gets_the_nearest() -> None:
         find("PauseError")
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`remap explain` lists all errors; with one it shows program, message, cause and cure."""
+    monkeypatch.setenv("COLUMNS", "100")
     assert command(["explain"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(MISTAKES)
     assert command(["explain", "alignment"]) == 0

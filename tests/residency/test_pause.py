@@ -184,7 +184,7 @@ def test_a_backup_can_be_written(stage: Stage, keep: Any, tmp_path: Path) -> Non
         part = view[:10]
         del view
         for act in acts(lambda: remap.resume(buffers), buffers[1].close):
-            with pytest.raises(remap.InUseError, match="view it"):
+            with pytest.raises(remap.InUseError, match="viewed through"):
                 act()
         del part
         remap.resume(buffers)
@@ -252,7 +252,7 @@ def test_cpu_views_refuse_and_device_arrays_stay(stage: Stage) -> None:
         view = buffer.array().numpy()
         view[:] = 5
         for act in acts(lambda: remap.pause(buffer), lambda: remap.migrate(buffer, remap.HostNuma(0))):
-            with pytest.raises(remap.InUseError, match="view it"):
+            with pytest.raises(remap.InUseError, match="viewed through"):
                 act()
         assert (view == 5).all()
         del view

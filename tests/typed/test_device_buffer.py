@@ -213,7 +213,7 @@ def test_closing_under_an_export(stage: Stage) -> None:
     buffer = remap.DeviceBuffer.zeroed(10, device=0)
     interface = buffer.__cuda_array_interface__
     assert interface["shape"] == (10,)
-    with pytest.raises(InUseError, match="arrays of other libraries"):
+    with pytest.raises(InUseError, match="of other libraries"):
         buffer.close()
     assert not buffer.closed
     memory = buffer.owner

@@ -30,7 +30,7 @@ def test_both_sides_see_the_same_bytes(stage: Stage, make: Callable[..., Any]) -
         memory[3].fill(-5, stream=stream)
         stream.synchronize()
         assert (view[3] == -5).all()
-    with pytest.raises(InUseError, match="arrays of other libraries"):
+    with pytest.raises(InUseError, match="of other libraries"):
         memory.close()
     del view
     memory.close()

@@ -14,6 +14,7 @@ from remap.kernels.index import DisjointSlice, Slice, _Annotated
 from remap.kernels.ir import Array, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.reading import Source, scalar_of, type_of_value
 from remap.kernels.structures import check_layout, structure_of
+from remap.sizes import counted
 from remap.spans import Span
 from remap.streams import StreamLike
 
@@ -99,8 +100,8 @@ def parameter_types(source: Source, arguments: tuple[Any, ...]) -> dict[str, Typ
     asked = f"launch of {source.name}"
     if len(arguments) != len(source.parameters):
         raise LaunchError(
-            f"{asked} with {len(arguments)} arguments",
-            rule=f"it has {len(source.parameters)} parameters: {', '.join(source.parameters)}",
+            f"{asked} with {counted(len(arguments), 'argument')}",
+            rule=f"it has {counted(len(source.parameters), 'parameter')}: {', '.join(source.parameters)}",
         )
     found: dict[str, Type] = {}
     for name, value in zip(source.parameters, arguments, strict=True):

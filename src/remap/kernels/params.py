@@ -22,6 +22,7 @@ from remap.arrays import DeviceArray
 from remap.errors import InvalidValueError, LaunchError
 from remap.kernels.again import Packed, Repeatable
 from remap.kernels.image import Parameter, ParameterType
+from remap.sizes import counted
 from remap.spans import Span
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ class Packer:
             parameters = (_ANY,) * len(given)
         elif len(parameters) != len(given):
             raise LaunchError(
-                f"launch of {self._kernel} with {len(given)} arguments",
-                rule=f"it has {len(parameters)} parameters",
+                f"launch of {self._kernel} with {counted(len(given), 'argument')}",
+                rule=f"it has {counted(len(parameters), 'parameter')}",
             )
         slots = [
             self._slot(i, value, one) for i, (value, one) in enumerate(zip(given, parameters, strict=True))
