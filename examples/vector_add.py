@@ -16,7 +16,7 @@ import numpy as np
 
 import remap
 from remap.buffers.plain import allocate_plain
-from remap.kernels import Pointer, load, shipped
+from remap.kernels import shipped
 from remap.spans import Span
 
 
@@ -40,12 +40,12 @@ def add(allocate: Callable[[int, remap.Device], Span], length: int = 50_000) -> 
         allocate(a.nbytes, device) as x,
         allocate(a.nbytes, device) as y,
         allocate(a.nbytes, device) as z,
-        load(shipped("vector_add"), device=device) as module,
+        remap.load(shipped("vector_add"), device=device) as module,
     ):
         kernel = module.function("vector_add")
 
         @kernel.host  # what runs in the kernel's place where there is no GPU
-        def _(_: object, x: Pointer, y: Pointer, z: Pointer, n: int) -> None:
+        def _(_: object, x: remap.Pointer, y: remap.Pointer, z: remap.Pointer, n: int) -> None:
             np.add(x.read("float32", n), y.read("float32", n), out=z.write("float32", n))
 
         x.copy_from_host(a)
