@@ -138,7 +138,8 @@ def test_the_name_is_taken(broker: BrokerProcess, nothing_left: None) -> None:
         made = client.create("a", SIZE, resident=0)
         with pytest.raises(remap.InUseError, match="one of that name"):
             client.create("a", SIZE, resident=0)
-        with pytest.raises(remap.InUseError):
+        said = rf'drop of buffer "a": process {os.getpid()} has it open for writing.*force=True'
+        with pytest.raises(remap.InUseError, match=said):
             client.drop("a")
         client.drop("a", force=True)
         made.fill(2)
