@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import remap
+from remap.cli import run
 from remap.drivers.graph_powers import GraphFigures
 from remap.errors import AccessError, InvalidValueError, OutOfMemoryError
 from remap.sizes import format_size, parse_size
@@ -195,3 +199,28 @@ def test_every_error_is_a_public_name() -> None:
     for kind in ours:
         if not issubclass(kind, ImportError) and kind.__name__ != "UnknownError":
             assert getattr(remap, kind.__name__) is kind
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import remap; remap.allocate('2MiB').close()", "driver"),
+        ("import remap", "calls of no driver (none was opened)"),
+    ],
+)
+def test_a_trace_knows_its_driver(
+    program: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace that begins before any driver is open names the first that opens, and says so if none did."""
+    file = tmp_path / "run.json"
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "REMAP_TRACE": str(file)},
+        check=True,
+    )
+    assert run(["trace", str(file)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text
+    assert "unknown" not in text
+    if said == "driver":
+        assert f"calls of the {remap.driver().name} driver" in text
