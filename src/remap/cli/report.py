@@ -97,7 +97,7 @@ def legend(runs: Sequence[tuple[Location, int]]) -> str:
     totals: dict[Location, int] = {}
     for place, size in runs:
         totals[place] = totals.get(place, 0) + size
-    shares = " + ".join(f"{symbol(place)} {place}: {format_size(size)}" for place, size in totals.items())
+    shares = " + ".join(f"{symbol(place)} is {place}: {format_size(size)}" for place, size in totals.items())
     return f"{shares} = {format_size(sum(totals.values()))}"
 
 
