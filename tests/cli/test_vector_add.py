@@ -73,7 +73,7 @@ def test_picture_adds_up() -> None:
     bars = [line.strip() for line in done.stdout.splitlines() if line.strip().startswith("[")]
     assert len(bars) == 3
     assert set(bars) == {"[" + "1" * 23 + "0" * 23 + "]"}
-    assert "1 is device 1: 6 MiB + 0 is device 0: 6 MiB = 12 MiB" in done.stdout
+    assert "1 is device 1: 6 MiB + 0 is device 0: 6 MiB = 12 MiB" in " ".join(done.stdout.split())
     assert all(len(line) <= 60 for line in done.stdout.splitlines() if "/vector_add." not in line)
 
 
