@@ -228,5 +228,5 @@ def test_the_number_of_arguments_is_looked_at(place: Any) -> None:
     for _ in range(2):
         place.launch(fill, out, 1, grid=1, block=8)
         for wrong in ((out,), (out, 1, 2), ()):
-            with pytest.raises(LaunchError, match="arguments"):
+            with pytest.raises(LaunchError, match="argument"):
                 place.launch(fill, *wrong, grid=1, block=8)
