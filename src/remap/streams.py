@@ -251,8 +251,10 @@ def as_stream(stream: StreamLike | None, at: Device) -> Queue:
         if stream < 0:
             raise InvalidValueError(f"stream {stream}", rule="a stream handle is 0 or more")
         return Queue(stream, at, None)
-    if isinstance(stream, SupportsStream):
-        version, handle = stream.__cuda_stream__()
+    # Not isinstance with the protocol, which takes longer than a launch.
+    ask: Callable[[], tuple[int, int]] | None = getattr(stream, "__cuda_stream__", None)
+    if ask is not None:
+        version, handle = ask()
         if version != 0:
             raise InvalidValueError(f"__cuda_stream__ version {version}", rule="remap knows version 0")
         return Queue(int(handle), at, stream)
