@@ -16,6 +16,7 @@ import remap
 from remap.cli import run
 from remap.drivers.graph_powers import GraphFigures
 from remap.errors import AccessError, InvalidValueError, OutOfMemoryError
+from remap.integrations.support import missing
 from remap.sizes import format_size, parse_size
 
 
@@ -224,3 +225,11 @@ def test_a_trace_knows_its_driver(
     assert "unknown" not in text
     if said == "driver":
         assert f"calls of the {remap.driver().name} driver" in text
+
+
+@pytest.mark.parametrize("package", ["torch", "numba", "cupy", "numba.cuda", "torch_memory_saver"])
+def test_a_missing_package_names_what_brings_it(package: str) -> None:
+    """The cure is a command for pip that brings this package, not another."""
+    error = missing(package, "an integration", "it is not here")
+    assert isinstance(error, ImportError)
+    assert re.search(rf"pip install '?({package.partition('.')[0]}|remap\[torch\])", str(error))

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from remap import drivers, lifetime
 from remap.drivers.protocol import Driver
-from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
+from remap.errors import CudaResult, InvalidValueError, OutOfMemoryError, RemapError, driver_error
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.functions import functions_of, options_of
 from remap.integrations.layout import Record, State
 from remap.integrations.table import Table
 from remap.lifetime import Release
-from remap.locations import device, devices
+from remap.locations import device, devices, explain_shortage
 from remap.residency import group
 from remap.sizes import format_size
 from remap.types import Access, AllocationProperties, Location
@@ -65,13 +65,16 @@ class PoolMemory:
         if not address:
             info = device(at).memory()
             code = self.memory.table.counters(at).last_error or int(CudaResult.OUT_OF_MEMORY)
-            raise driver_error(
+            error = driver_error(
                 "cuMemCreate",
                 code,
                 asked=f"{format_size(size)} on device {at} for pool {self.tag!r}",
                 rule=f"{format_size(info.free)} of {format_size(info.total)} are free there",
                 next_step="Delete tensors there, or put another pool to sleep, first",
             )
+            if isinstance(error, OutOfMemoryError) and size > info.total:
+                raise explain_shortage(error, error.asked, size, device(at).location)
+            raise error
         self.memory.adopt(self)
         found = self.memory.find(address, at)
         assert found is not None

@@ -21,4 +21,13 @@ class MissingPackageError(RemapError, ImportError):
 def missing(package: str, what: str, why: object) -> MissingPackageError:
     """Return the error for a package that an integration needs and that cannot be imported."""
     rule = f"it needs {package}, which cannot be imported ({why})"
-    return MissingPackageError(what, rule=rule, next_step="pip install 'remap[torch]'")
+    return MissingPackageError(what, rule=rule, next_step=f"pip install {_WHEELS[package]}")
+
+
+_WHEELS = {
+    "torch": "'remap[torch]'",
+    "numba": "'remap[torch]'",
+    "cupy": "cupy-cuda13x (or cupy-cuda12x, to match the driver)",
+    "numba.cuda": "'numba-cuda[cu13]' (or cu12, to match the driver)",
+    "torch_memory_saver": "torch_memory_saver",
+}
