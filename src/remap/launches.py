@@ -102,8 +102,11 @@ class Repeat:
         self._seen: object = None
         self._noted: object = None
 
-    def go(self) -> None:
-        """Launch; raises what is wrong with anything that it uses, and nothing was launched then."""
+    def go(self, owner: object = None) -> None:
+        """Launch; raises what is wrong with anything that it uses, and nothing was launched then.
+
+        `owner` is what keeps the stream alive, where `queue` has only its handle.
+        """
         token = object()  # of this call: other threads may be in it, too
         try:
             launches.under_way[token] = self._held
@@ -111,11 +114,11 @@ class Repeat:
                 self._look()
             self._call()
             if self._noted is not launches.waits:
-                self._note()
+                self._note(owner)
         except Exception:
             raise
         except BaseException:  # an interrupt, which may have come when the work was queued
-            self._note()
+            self._note(owner)
             raise
         finally:
             launches.under_way.pop(token, None)
@@ -141,17 +144,18 @@ class Repeat:
         if not (joined and captures_running()):
             self._seen = stamp
 
-    def _note(self) -> None:
+    def _note(self, owner: object) -> None:
         """Note the stream as one that uses all of it.
 
         A wait that forgets it meanwhile says so before it waits. So either that is seen here, or the wait begins after
         the launch, and what was noted before is waited for.
         """
+        queue = self.queue if owner is None else self.queue.of(owner)
         while True:
             waits = launches.waits
             for uses in self._uses:
-                uses.add(self.queue)
-            if self.queue.transient:  # each launch has to be noted by itself
+                uses.add(queue)
+            if queue.transient:  # each launch has to be noted by itself
                 return
             if waits is launches.waits:
                 self._noted = waits

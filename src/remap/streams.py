@@ -63,10 +63,7 @@ class StreamCalls:
         return event
 
     def wait(self, what: Event | StreamLike) -> None:
-        """Let later work of this stream wait for an event, or for what another stream has queued so far.
-
-        The host does not wait.
-        """
+        """Let later work of this stream wait for an event, or for what another one has queued so far; does not wait."""
         self._check()
         if not isinstance(what, Event):
             Queue(self.handle, self.device, self).follow(as_stream(what, self.device))
@@ -206,6 +203,10 @@ class Queue:
         self.device = device
         self.owner = owner
 
+    def of(self, owner: object) -> Queue:
+        """Return the same stream, kept alive by `owner`."""
+        return Queue(self.handle, self.device, owner)
+
     @property
     def over(self) -> bool:
         """Whether this is a stream of ours whose closing has waited for all its work."""
@@ -258,9 +259,7 @@ def as_stream(stream: StreamLike | None, at: Device) -> Queue:
         if version != 0:
             raise InvalidValueError(f"__cuda_stream__ version {version}", rule="remap knows version 0")
         return Queue(int(handle), at, stream)
-    raise TypeError(
-        f"a stream is None, a remap.Stream, an integer or has __cuda_stream__, not {type(stream)}"
-    )
+    raise TypeError(f"a stream is None, a remap.Stream, an int or has __cuda_stream__, not {type(stream)}")
 
 
 def default_handle() -> int:

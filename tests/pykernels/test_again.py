@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import remap
 from remap import MiB
 from remap.errors import AccessError, ClosedError, InvalidValueError, LaunchError, PausedError, RemapError
 from remap.kernels import PythonKernel
+from remap.testing.typed import gate
 
 
 def fresh() -> PythonKernel:
@@ -53,6 +56,51 @@ def test_another_shape_is_another_launch(place: Any) -> None:
         assert not out.to_host()[block:].any()
     with pytest.raises(LaunchError):
         place.launch(kernel, x, out, grid=1, block=(8, 8))
+
+
+class Foreign:
+    """A stream as other libraries hand it out: a new object each time, and each keeps the stream alive."""
+
+    def __init__(self, stream: remap.Stream, version: int = 0) -> None:
+        self.stream = stream
+        self.version = version
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return what CUDA's protocol asks for."""
+        return self.version, self.stream.handle
+
+
+def test_streams_of_other_libraries_are_known_by_their_handle() -> None:
+    """Whatever object brings the handle, the launch is kept once; one object is held, and its stream waited for."""
+    kernel = fresh()
+    with remap.Stream() as stream, remap.Stream() as other, remap.allocate(2 * MiB) as a:
+        b = remap.allocate(2 * MiB)
+        x, out = a.array("int32", 8), b.array("int32", 8)
+        x.copy_from(np.arange(8, dtype=np.int32))
+        owners: list[weakref.ref[Foreign]] = []
+        for turn in range(3):
+            owner = Foreign(stream)
+            owners.append(weakref.ref(owner))
+            with gate(stream) as opened:
+                kernel.launch(x, out, grid=1, block=8, stream=owner)
+                assert kept(kernel) == 1
+                del owner
+                assert not stream.done, turn
+                opened.set()
+            stream.synchronize()
+            assert out.to_host().tolist() == list(range(1, 9))
+        assert owners[0]() is not None, "the stream lives until somebody has waited for it"
+        kernel.launch(x, out, grid=1, block=8, stream=Foreign(other))
+        assert kept(kernel) == 2
+        with pytest.raises(InvalidValueError, match="version"):
+            kernel.launch(x, out, grid=1, block=8, stream=Foreign(stream, version=7))
+        with gate(stream) as opened:
+            kernel.launch(x, out, grid=1, block=8, stream=Foreign(stream))
+            threading.Timer(0.05, opened.set).start()
+            b.close()
+            assert opened.is_set(), "closing waits for the stream of a launch that was kept"
+        gc.collect()
+        assert [one() for one in owners[1:]] == [None] * 2, "one object is enough to keep the stream alive"
 
 
 def test_arrays_that_go_are_forgotten() -> None:

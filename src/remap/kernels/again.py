@@ -19,7 +19,7 @@ from remap.launches import Repeat, Usable, launches
 from remap.lifetime import watchers
 from remap.ranges import Range
 from remap.spans import Span
-from remap.streams import StreamLike
+from remap.streams import StreamCalls, StreamLike
 
 Shape: TypeAlias = tuple[Any, ...]
 """What is compared of a launch: the number of arguments, grid, block, dynamic shared memory, and the like."""
@@ -55,8 +55,13 @@ class Kept:
 
         Raises, with nothing launched, what the checks would say of memory that may not be used now.
         """
+        owner = None
         try:
-            kept = self._launches.get((id(stream), *map(id, self._pick(given))))
+            arrays = tuple(map(id, self._pick(given)))
+            kept = self._launches.get((id(stream), *arrays))
+            if kept is None and self._launches and is_foreign(stream):
+                owner = stream
+                kept = self._launches.get((_foreign_id(stream), *arrays))
         except IndexError:  # too few arguments
             return False
         # A launch that is kept holds the driver's call itself, which a trace would not see.
@@ -67,15 +72,23 @@ class Kept:
         if kept.outside is not None and any(map(operator.is_not, kept.outside(), kept.values)):
             return False
         if kept.numbers:
-            return kept.go_with(given)
-        kept.go()
+            return kept.go_with(given, owner)
+        kept.go(owner)
         return True
 
     def keep(self, launch: Again, stream: object, given: tuple[Any, ...]) -> None:
-        """Keep a launch for as long as the stream and the arrays live."""
+        """Keep a launch for as long as the stream and the arrays live.
+
+        Others make a new object for the same stream all the time. So a stream of theirs is known by its handle, and
+        each launch brings along what keeps it alive.
+        """
         pick = self._pick = _picker(launch.places)
         arrays, kept = pick(given), self._launches
-        key = (id(stream), *map(id, arrays))
+        foreign = is_foreign(stream)
+        key = (_foreign_id(stream) if foreign else id(stream), *map(id, arrays))
+        if foreign:
+            launch.queue = launch.queue.of(None)
+            stream = None
 
         def gone(_: object) -> None:
             kept.pop(key, None)
@@ -151,7 +164,7 @@ class Again(Repeat):
                 return False
         return True
 
-    def go_with(self, given: tuple[Any, ...]) -> bool:
+    def go_with(self, given: tuple[Any, ...], owner: object) -> bool:
         """Launch with other numbers; return False where they do not fit, or another thread is at it."""
         # They are put into the one copy of the arguments, so that one thread at a time can do this.
         if not self._packing.acquire(False):
@@ -169,10 +182,21 @@ class Again(Repeat):
                 except (struct.error, OverflowError):  # it does not fit, which the checks will say
                     return False
                 last[index] = value
-            self.go()
+            self.go(owner)
         finally:
             self._packing.release()
         return True
+
+
+def is_foreign(stream: object) -> bool:
+    """Tell whether this is a stream of another library."""
+    return hasattr(stream, "__cuda_stream__") and not isinstance(stream, StreamCalls)
+
+
+def _foreign_id(stream: Any) -> int:
+    """Return what a stream of another library is known by; negative, as no `id` is, or 0 where nobody knows it."""
+    version, handle = stream.__cuda_stream__()
+    return ~int(handle) if version == 0 else 0
 
 
 def _version(span: Any) -> tuple[int, str] | None:

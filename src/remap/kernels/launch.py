@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from remap.drivers.powers import SupportsHostFunctions, SupportsRepeats
 from remap.drivers.protocol import SupportsModules
 from remap.errors import LaunchError
-from remap.kernels.again import Again, Kept, Repeatable, Shape
+from remap.kernels.again import Again, Kept, Repeatable, Shape, is_foreign
 from remap.kernels.image import Parameter
 from remap.kernels.params import Arguments, Packer
 from remap.kernels.twin import Twin, runner
@@ -298,8 +298,10 @@ def _touches(packed: Arguments, place: Location) -> list[Touched] | None:
 
 
 def can_keep(queue: Queue, stream: StreamLike | None) -> bool:
-    """Tell whether launches on a stream can be kept: it is one of remap's, and the handle goes on meaning it."""
-    return not (queue.transient or watchers) and (stream is None or isinstance(stream, Stream))
+    """Tell whether launches on a stream can be kept: the handle goes on meaning it, or who launches has its owner."""
+    return not (queue.transient or watchers) and (
+        stream is None or isinstance(stream, Stream) or is_foreign(stream)
+    )
 
 
 def _queue(work: Work) -> None:
