@@ -89,7 +89,7 @@ PAGES = (
     Page(
         "devices",
         "Drivers, devices, streams",
-        ("drivers", "locations", "streams", "lifetime"),
+        ("drivers", "locations", "streams", "uses", "lifetime"),
         "What work runs on, and in which order.",
     ),
     Page("observe", "See it", ("observe", "sites"), "Snapshots, maps, traces and leaks."),

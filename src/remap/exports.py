@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from remap.errors import AccessError, InUseError
 from remap.locations import Device
 from remap.sizes import Size
-from remap.streams import Queue, StreamLike, Uses
+from remap.streams import Queue, StreamLike
 from remap.types import Access, Location
+from remap.uses import Uses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,8 +10,9 @@ from remap import dlpack, drivers
 from remap.errors import DriverError, InvalidValueError
 from remap.locations import Device, device
 from remap.sizes import LARGEST
-from remap.streams import Queue, StreamLike, Uses, as_stream
+from remap.streams import Queue, StreamLike, as_stream
 from remap.types import Host, Location
+from remap.uses import Uses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -27,7 +27,7 @@ class Usable(Protocol):
 
     @property
     def _uses(self) -> Any:
-        """The queued work that may still use it (`streams.Uses`)."""
+        """The queued work that may still use it (`uses.Uses`)."""
         ...
 
     def _check_use(self, asked: str, place: Location) -> None:

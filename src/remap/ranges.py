@@ -18,8 +18,9 @@ from remap.launches import launches
 from remap.lifetime import Release, Resource, Rollback, tell, undo, watchers
 from remap.locations import AccessLike, Device, LocationLike, device, location, parse_access
 from remap.sizes import counted
-from remap.streams import After, Event, Known, Queue, StreamLike, Uses, wait_after
+from remap.streams import Event, Queue, StreamLike
 from remap.types import Access, Facts, Grants, Held, Location
+from remap.uses import After, Known, Uses, wait_after
 
 _log = logging.getLogger("remap.operations")
 

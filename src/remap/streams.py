@@ -1,4 +1,4 @@
-"""Streams and events: ordered work, and who may still be using a range of memory.
+"""Streams and events: ordered work.
 
 `None` is the default stream: the legacy one, or the calling thread's own where
 `CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM` says so. Any object with `__cuda_stream__` is a stream too.
@@ -7,17 +7,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.ends import End
-from remap.errors import InUseError, InvalidValueError
+from remap.errors import CudaResult, DriverError, InUseError, InvalidValueError
 from remap.launches import launches
-from remap.lifetime import Description, Release, Resource, Rollback, captures_running
+from remap.lifetime import Description, Release, Resource, Rollback
 from remap.locations import Device, DeviceLike, device, in_context
 from remap.types import SupportsStream
 
@@ -231,14 +230,35 @@ class Queue:
 
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if work on this stream goes into a graph: waiting would break the capture."""
-        with self.device.current():
-            capturing = self.device._driver.stream_capturing(self.handle)
+        try:
+            with self.device.current():
+                capturing = self.device._driver.stream_capturing(self.handle)
+        except DriverError as error:
+            if not self._was_destroyed(error):
+                raise
+            return
         if capturing:
             raise InUseError(
                 asked,
                 rule=f"stream {self.handle:#x} is being captured, and a wait would break the capture",
                 next_step="End the capture first, or pass after= to name what to wait for",
             )
+
+    def synchronize(self) -> None:
+        """Wait on the host for all of it, which is not being captured."""
+        driver = self.device._driver
+        with self.device.current():
+            try:
+                driver.synchronize_stream(self.handle)
+            except DriverError as error:
+                if not self._was_destroyed(error):
+                    raise
+                driver.synchronize_context()  # its work may still go on
+
+    def _was_destroyed(self, error: DriverError) -> bool:
+        """Tell whether a stream of another library has gone though its object lives: closed, not dropped."""
+        ours = self.owner is None or isinstance(self.owner, Resource)
+        return error.code == CudaResult.INVALID_HANDLE and not ours
 
 
 def as_stream(stream: StreamLike | None, at: Device) -> Queue:
@@ -266,153 +286,3 @@ def default_handle() -> int:
     """Return the handle that stands for no stream: legacy, or per thread where the environment says so."""
     per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", "0") not in ("", "0")
     return PER_THREAD_STREAM if per_thread else DEFAULT_STREAM
-
-
-class Uses:
-    """The queued work that may still use a range of memory, as far as remap knows (invariant 7).
-
-    Streams are held, so that their handles cannot come to mean others; a bare integer gets an event right after the
-    use. `escaped` says that the address was given away: then only the whole context tells when work has ended.
-    """
-
-    __slots__ = ("_events", "_held", "_streams", "escaped")
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[int, int], Queue] = {}
-        self._events: dict[tuple[int, int], Event] = {}
-        self._held: list[object] = []
-        self.escaped = False
-
-    def __bool__(self) -> bool:
-        """Tell whether there is anything to wait for."""
-        return bool(self._streams or self._events or self.escaped)
-
-    def add(self, queue: Queue, keep: object = None) -> None:
-        """Note work just queued; `keep` stays alive until the next wait (the host side of a copy)."""
-        key = (queue.device.index, queue.handle)
-        if keep is not None:
-            self._held.append(keep)
-        if not queue.transient:
-            self._streams[key] = queue
-            return
-        event = self._events.get(key)
-        if event is None:
-            event = self._events[key] = Event(queue.device)
-        with queue.device.current():
-            queue.device._driver.record_event(event.handle, queue.handle)
-
-    def keep(self, things: Iterable[object]) -> None:
-        """Keep things alive until the next wait: what work that was noted still uses."""
-        self._held += things
-
-    def check_not_capturing(self, asked: str) -> None:
-        """Raise `InUseError` if a stream to be waited for is being captured; nothing has been waited for then."""
-        for queue in list(self._streams.values()):
-            with queue.kept() as there:
-                if there:
-                    queue.check_not_capturing(asked)
-        if self.escaped and captures_running():
-            raise InUseError(
-                asked,
-                rule="its address was given away, so that whole contexts are waited for, and that would break the "
-                "capture that is running",
-                next_step="End the capture first, or pass after= to name what to wait for",
-            )
-
-    def wait(self, accessing: tuple[Device, ...], asked: str) -> None:
-        """Wait on the host for all of it; if the address escaped, for the contexts of `accessing` too."""
-        self.check_not_capturing(asked)
-        streams, events, held = self._streams, self._events, self._held
-        self._streams, self._events, self._held = {}, {}, []
-        launches.forget()
-        try:
-            for (index, handle), queue in list(streams.items()):
-                if self.escaped and any(one.index == index for one in accessing):
-                    continue  # the whole context is waited for below
-                with queue.kept() as there, queue.device.current():
-                    if there:  # else closing it has waited
-                        queue.device._driver.synchronize_stream(handle)
-            for event in events.values():
-                event.synchronize()
-            if self.escaped:
-                for one in accessing:
-                    one.synchronize()
-        except BaseException:  # nothing is forgotten that was not waited for
-            self._streams = {**streams, **self._streams}
-            self._events = {**events, **self._events}
-            self._held = held + self._held
-            raise
-        for event in events.values():
-            event.close()
-
-    def forget(self) -> None:
-        """Drop everything that was noted, once the memory is gone."""
-        self._streams.clear()
-        self._held.clear()
-        while self._events:
-            self._events.popitem()[1].close()
-
-    def join(self, target: Queue) -> None:
-        """Let later work of `target` wait for all of it; the host does not wait."""
-        for (_, handle), queue in list(self._streams.items()):
-            if handle == target.handle and queue.device == target.device:
-                continue
-            with queue.kept() as there:
-                if there:
-                    target.follow(queue)
-        for event in list(self._events.values()):
-            with target.device.current():
-                target.device._driver.wait_event(target.handle, event.handle)
-
-    @property
-    def queues(self) -> tuple[Queue, ...]:
-        """The streams that have work pending, those with an event of their own left out."""
-        return tuple(self._streams.values())
-
-    def latest(self) -> Queue | None:
-        """Return one of the streams that have work pending, the last one first used; None if there is none."""
-        return next(reversed(list(self._streams.values())), None)
-
-    def waiter(self, accessing: tuple[Device, ...], asked: str) -> Callable[[], None] | None:
-        """Return the wait as a call that a release can keep, or None if there is nothing to wait for."""
-        return (lambda: self.wait(accessing, asked)) if self else None
-
-
-def wait_for_all(uses: Sequence[tuple[Uses, tuple[Device, ...], str]]) -> None:
-    """Wait as `Uses.wait` does for each, given with its accessing devices and what is asked, but once for each context.
-
-    Raises `InUseError` for a stream that is being captured, with nothing waited for.
-    """
-    for one, _, asked in uses:
-        one.check_not_capturing(asked)
-    for place in dict.fromkeys(place for one, accessing, _ in uses if one.escaped for place in accessing):
-        place.synchronize()
-    for one, accessing, asked in uses:
-        escaped, one.escaped = one.escaped, False  # that much is done
-        try:
-            one.wait(accessing, asked)
-        finally:
-            one.escaped = escaped or one.escaped
-
-
-class Known(Enum):
-    """What `after=` means where it is not given: the streams that remap knows, and contexts once escaped."""
-
-    STREAMS = "the streams that remap knows"
-
-
-After: TypeAlias = StreamLike | Event | Known | None
-"""What is taken as `after=`: a stream, an event, or None for the caller's promise that no work is left."""
-
-
-def wait_after(after: StreamLike | Event | None, at: Device, asked: str) -> None:
-    """Wait on the host for what the caller named; None is the caller's promise that nothing is left to wait for."""
-    if after is None:
-        return
-    if isinstance(after, Event):
-        after.synchronize()
-        return
-    queue = as_stream(after, at)
-    queue.check_not_capturing(asked)
-    with queue.device.current():
-        queue.device._driver.synchronize_stream(queue.handle)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 import remap
 from remap.buffers.pooled import borrow
+from remap.drivers.powers import SupportsHostFunctions
 from remap.errors import ClosedError, DriverError, InUseError, InvalidValueError
 from remap.testing.bench import wait_until
 from remap.testing.stage import Stage
@@ -170,6 +172,27 @@ def test_foreign_streams(stage: Stage) -> None:
             buffer.fill(1, stream=Foreign(stream.handle, version=7))
         with pytest.raises(TypeError, match="stream"):
             buffer.fill(1, stream="fast")  # type: ignore[arg-type]
+
+
+def _pass(opened: threading.Event) -> None:
+    assert opened.wait(30), "nobody opened the gate"
+
+
+def test_foreign_streams_that_were_closed(stage: Stage) -> None:
+    """What was queued on another library's stream is waited for though that has closed the stream meanwhile."""
+    driver, device = remap.driver(), remap.device(0)
+    if driver.name == "cuda":
+        pytest.skip("what a driver does with the handle of a destroyed stream is undefined")
+    assert isinstance(driver, SupportsHostFunctions)
+    opened, buffer = threading.Event(), remap.allocate("2MiB", resident=0)
+    with device.current():
+        handle = driver.create_stream()
+        driver.launch_host_function(handle, partial(_pass, opened))
+        buffer.fill(1, stream=Foreign(handle))
+        driver.destroy_stream(handle)  # which does not wait
+    threading.Timer(0.05, opened.set).start()
+    buffer.close()
+    assert opened.is_set()
 
 
 def test_closed_streams(stage: Stage) -> None:

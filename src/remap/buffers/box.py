@@ -15,8 +15,9 @@ from remap.lifetime import Release, drain, queued, undo
 from remap.locations import Device, DeviceLike, device, explain_shortage
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import host_array
-from remap.streams import After, Event, Known, Queue, StreamLike, Uses, as_stream
+from remap.streams import Event, Queue, StreamLike, as_stream
 from remap.types import Access
+from remap.uses import After, Known, Uses
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

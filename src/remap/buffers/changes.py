@@ -10,7 +10,7 @@ from remap.buffers.shares import Share
 from remap.errors import InUseError
 from remap.lifetime import tell, watchers
 from remap.locations import device
-from remap.streams import After, Known, wait_after
+from remap.uses import After, Known, wait_after
 
 
 class ChangingBuffer(Buffer):

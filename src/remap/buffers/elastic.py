@@ -19,8 +19,8 @@ from remap.lifetime import Description, Rollback, drain, epoch, queued, undo
 from remap.locations import AccessLike, LocationLike
 from remap.sizes import Size, format_size, parse_size, round_up
 from remap.spans import Chunk
-from remap.streams import After, Known
 from remap.types import Access, HandleType
+from remap.uses import After, Known
 
 Part: TypeAlias = tuple[int, int]
 """A part of a buffer as (start, stop) offsets."""

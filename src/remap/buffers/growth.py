@@ -26,8 +26,8 @@ from remap.lifetime import Release, Rollback, Step, undo
 from remap.locations import explain_shortage
 from remap.sizes import format_size, round_up
 from remap.spans import Chunk
-from remap.streams import After
 from remap.types import Grants, Held, Location
+from remap.uses import After
 
 
 class Change(NamedTuple):

@@ -12,8 +12,9 @@ from remap.chunks.pool import ChunkPool, release_all
 from remap.handles import reserve_range
 from remap.lifetime import Rollback, undo
 from remap.spans import Chunk
-from remap.streams import Known, Queue
+from remap.streams import Queue
 from remap.types import Access, Grants, Location
+from remap.uses import Known
 
 if TYPE_CHECKING:
     from remap.buffers.growth import GrowingBuffer

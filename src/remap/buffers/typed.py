@@ -12,8 +12,9 @@ from remap.foreign import check_extent
 from remap.lifetime import undo
 from remap.locations import Device, device
 from remap.spans import Span, host_array
-from remap.streams import After, Known, Queue, StreamCalls, StreamLike, default_handle
+from remap.streams import Queue, StreamCalls, StreamLike, default_handle
 from remap.types import Access
+from remap.uses import After, Known
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

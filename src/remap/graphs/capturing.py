@@ -15,7 +15,8 @@ from remap.lifetime import Release, Resource, capturing, epoch, live, queued, un
 from remap.locations import Device, device, in_context
 from remap.sizes import Size, parse_size
 from remap.spans import Span
-from remap.streams import StreamLike, Uses, as_stream
+from remap.streams import StreamLike, as_stream
+from remap.uses import Uses
 
 
 class Capture:

@@ -21,8 +21,9 @@ from remap.launches import Repeat, Usable, launches
 from remap.lifetime import Description, Release, Resource, Step, epoch, watchers
 from remap.locations import Device, in_context
 from remap.spans import Span
-from remap.streams import Queue, Stream, StreamLike, Uses, as_stream
+from remap.streams import Queue, Stream, StreamLike, as_stream
 from remap.types import Location
+from remap.uses import Uses
 
 if TYPE_CHECKING:
     from remap.graphs.graph import Graph

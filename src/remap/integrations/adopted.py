@@ -12,8 +12,8 @@ from remap.integrations.layout import Record
 from remap.integrations.table import Table
 from remap.lifetime import Description, Release
 from remap.spans import Chunk
-from remap.streams import Uses
 from remap.types import Access, AllocationProperties, Location
+from remap.uses import Uses
 
 
 class AdoptedBuffer(Buffer):

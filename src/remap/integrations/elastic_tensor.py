@@ -16,8 +16,8 @@ from remap.integrations.tensors import Bytes, Tensor, device_number, shaped, siz
 from remap.locations import DeviceLike
 from remap.locations import device as device_called
 from remap.sizes import Size
-from remap.streams import After, Known
 from remap.types import Host
+from remap.uses import After, Known
 
 
 class ElasticTensor:

@@ -22,7 +22,7 @@ from remap.residency.results import Progress
 from remap.residency.stores import Keep, asleep
 from remap.residency.tags import known as known_group
 from remap.sharing.exchange import Exchange
-from remap.streams import After, Known
+from remap.uses import After, Known
 
 Tags: TypeAlias = str | Iterable[str] | Mapping[str, Keep]
 """Which pools and groups are meant: a tag, several, or a mapping of them to what is kept of each."""

@@ -19,8 +19,9 @@ from remap.launches import launches
 from remap.lifetime import Description, Release, Resource, Step
 from remap.locations import Device, DeviceLike, in_context
 from remap.locations import device as find_device
-from remap.streams import Uses, as_stream
+from remap.streams import as_stream
 from remap.types import Location
+from remap.uses import Uses
 
 
 def load(what: Image | str | os.PathLike[str], *, device: DeviceLike | None = None) -> Module:

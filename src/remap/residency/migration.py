@@ -27,8 +27,8 @@ from remap.residency.targets import (
     held,
     wait,
 )
-from remap.streams import After, Known
 from remap.types import Location
+from remap.uses import After, Known
 
 
 def migrate(

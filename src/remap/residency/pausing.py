@@ -30,7 +30,7 @@ from remap.residency.targets import (
     held,
     wait,
 )
-from remap.streams import After, Known
+from remap.uses import After, Known
 
 
 def pause(

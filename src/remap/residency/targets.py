@@ -14,8 +14,8 @@ from remap.locations import device
 from remap.residency.stores import Keep
 from remap.residency.tags import Group, known
 from remap.residency.waking import Arrival
-from remap.streams import After, Known, wait_after, wait_for_all
 from remap.types import Location, MemoryInfo
+from remap.uses import After, Known, wait_after, wait_for_all
 
 Target: TypeAlias = Buffer | DeviceArray | Group | str
 Targets: TypeAlias = Target | Iterable[Target] | Mapping[Any, Keep]

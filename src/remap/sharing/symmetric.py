@@ -21,8 +21,8 @@ from remap.sharing.multicast import MulticastView, no_multicast
 from remap.sharing.settling import Plan, Wish, settle
 from remap.sizes import Size
 from remap.spans import Chunk, Span
-from remap.streams import After, Known
 from remap.types import Access, Facts, HandleType, Held, Location
+from remap.uses import After, Known
 
 
 class SymmetricBuffer(Span):
