@@ -1,9 +1,10 @@
-"""The page about sharing is true: every block of Python in it runs."""
+"""The pages about sharing are true: every block of Python in them runs."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,16 @@ import pytest
 
 from .support import COMMAND, LIMIT
 
-PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(name: str) -> list[str]:
+    """Return the blocks of Python of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)
+
+
+BLOCKS = blocks("sharing.md")
+WORKER, END = blocks("how-to/keep-weights-alive.md")
 
 
 def test_there_are_blocks() -> None:
@@ -42,3 +51,39 @@ def test_a_block_runs(tmp_path: Path, number: int) -> None:
         finally:
             broker.terminate()
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_weights_are_kept(tmp_path: Path) -> None:
+    """Who does what the page says has the same bytes at the same address when the worker was killed; and then not."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "end.py").write_text(END)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    said: list[str] = []
+    with subprocess.Popen([*COMMAND, "serve"], stdout=subprocess.PIPE, text=True, env=environment) as broker:
+        assert broker.stdout is not None
+        assert broker.stdout.readline().startswith("serving at ")
+        try:
+            for _ in range(2):
+                with subprocess.Popen(
+                    [sys.executable, "worker.py"],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=tmp_path,
+                    env=environment,
+                ) as worker:
+                    assert worker.stdout is not None
+                    said.append(worker.stdout.readline())
+                    shown = subprocess.check_output(
+                        [*COMMAND, "serve", "--status"], text=True, env=environment
+                    )
+                    assert f"weights: 8 MiB on device 0; read by {worker.pid}" in shown
+                    worker.send_signal(signal.SIGKILL)
+            subprocess.run(
+                [sys.executable, "-W", "error", "end.py"], cwd=tmp_path, env=environment, check=True
+            )
+            shown = subprocess.check_output([*COMMAND, "serve", "--status"], text=True, env=environment)
+            assert "0 buffers" in shown
+        finally:
+            broker.terminate()
+    assert said[0] == said[1]
+    assert said[0].startswith("3 at 0x")

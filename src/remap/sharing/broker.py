@@ -30,7 +30,16 @@ from remap.sharing.fdstore import FdStore, Kept, restore
 from remap.sharing.named import Client, Lease, Named, Waiting, check_handles, page
 from remap.sharing.processes import descriptor_of_end, is_exiting, raise_limit
 from remap.sharing.sockets import Listener, broker_path
-from remap.sharing.wire import LONGEST_WAIT, VERSION, Fields, check_name, encode, error_fields
+from remap.sharing.wire import (
+    LONGEST_PATIENCE,
+    LONGEST_WAIT,
+    VERSION,
+    Fields,
+    check_name,
+    check_version,
+    encode,
+    error_fields,
+)
 from remap.types import Access
 
 MOST_BUFFERS = 10_000
@@ -50,7 +59,7 @@ class Broker:
         self._clients: set[Client] = set()
         self._waiting: set[Client] = set()
         self._ending: dict[Client, Fds] = {}
-        self._looking = False
+        self._next_look: asyncio.TimerHandle | None = None
         self._serials = 0
         self._requests = 0
         self._listener = Listener(path)
@@ -172,28 +181,20 @@ class Broker:
         return False
 
     def _look(self) -> None:
-        self._looking = False
-        wishes = {(one.waiting.name, one.waiting.access) for one in self._waiting if one.waiting is not None}
-        for wish in wishes:
-            if self._forget_exiting(*wish):
-                self._look_later()
-
-    def _look_later(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self._loop.call_later(_LOOK, self._look)
+        """See whether those whom somebody waits for were killed; look again soon if some of them live."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+        everyone = [one.waiting for one in self._waiting]
+        for wish in {(one.name, one.access) for one in everyone if one is not None}:
+            if self._forget_exiting(*wish) and self._next_look is None:
+                self._next_look = self._loop.call_later(_LOOK, self._look)
 
     # -- requests --
 
     def _hello(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
-        version = request.number("version", 1 << 16)
-        if version != VERSION:
-            raise ShareError(
-                f"a client of version {version:g}",
-                rule=f"this broker speaks version {VERSION}",
-                next_step="Use the same release of remap at both ends",
-            )
+        check_version(request)
         client.channel.send(encode({"version": VERSION, "process": os.getpid()}), deadline=None)
 
     def _create(self, client: Client, request: Fields, fds: Fds) -> None:
@@ -230,8 +231,12 @@ class Broker:
 
     def _open(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
-        named = self._named(request.text("name"))
-        lease = self._lease(client, named, request.access("access"))
+        named, access = self._named(request.text("name")), request.access("access")
+        patience = request.number("patience", LONGEST_PATIENCE, 0)
+        if patience and not self._ready(named.name, access):
+            self._wait_until(client, named.name, access, patience, request)
+            return
+        lease = self._lease(client, named, access)
         client.channel.send(encode({"lease": lease}, named.data), named.fds.numbers, deadline=None)
 
     def _claim(self, client: Client, request: Fields, fds: Fds) -> None:
@@ -271,14 +276,10 @@ class Broker:
         del fds
         name, access = check_name(request.text("name")), request.access("access", Access.NONE)
         limit = request.number("timeout", LONGEST_WAIT)
-        self._forget_exiting(name, access)
         if self._ready(name, access):
             client.channel.send(b"{}\0", deadline=None)
-            return
-        timer = self._loop.call_later(limit, self._give_up, client)
-        client.waiting = Waiting(name, access, timer)
-        self._waiting.add(client)
-        self._look_later()
+        else:
+            self._wait_until(client, name, access, limit)
 
     def _list(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
@@ -331,20 +332,24 @@ class Broker:
         lease = Lease(named, access, client)
         named.leases[self._serials] = client.leases[self._serials] = lease
         if self._waiting:
-            self._look_later()
+            self._look()
         return self._serials
+
+    def _wait_until(
+        self, client: Client, name: str, access: Access, limit: float, request: Fields | None = None
+    ) -> None:
+        """Answer a client when a buffer can be opened so, with what its request asks for then, or at a time limit."""
+        timer = self._loop.call_later(limit, self._give_up, client)
+        client.waiting = Waiting(name, access, timer, request)
+        self._waiting.add(client)
+        self._look()
 
     def _ready(self, name: str, access: Access) -> bool:
         named = self._buffers.get(name)
-        if named is None:
-            return False
-        with suppress(InUseError):
-            named.check_free(access)
-            return True
-        return False
+        return named is not None and not named.in_the_way(access)
 
     def _wake(self, name: str) -> None:
-        """Tell those who wait for a buffer that they can ask for it now."""
+        """Tell those who wait for a buffer that they can ask for it now, or answer what they have asked."""
         for client in list(self._waiting):
             waiting = client.waiting
             if waiting is not None and waiting.name == name and self._ready(name, waiting.access):
@@ -352,7 +357,10 @@ class Broker:
                 client.waiting = None
                 self._waiting.discard(client)
                 try:
-                    client.channel.send(b"{}\0", deadline=None)
+                    if waiting.request is None:
+                        client.channel.send(b"{}\0", deadline=None)
+                    else:
+                        self._answer(client, waiting.request, Fds())
                 except OSError:
                     self._leave(client)
 

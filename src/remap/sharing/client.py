@@ -24,7 +24,16 @@ from remap.sharing.exported import PATIENCE
 from remap.sharing.importing import ImportedBuffer, import_memory
 from remap.sharing.sockets import broker_path
 from remap.sharing.sockets import connect as connect_channel
-from remap.sharing.wire import LONGEST_WAIT, VERSION, BrokerStatus, Fields, NamedBuffer, check_name, encode
+from remap.sharing.wire import (
+    LONGEST_PATIENCE,
+    LONGEST_WAIT,
+    VERSION,
+    BrokerStatus,
+    Fields,
+    NamedBuffer,
+    check_name,
+    encode,
+)
 from remap.sizes import GiB, Size
 from remap.spans import Span
 from remap.types import Access, HandleType
@@ -130,8 +139,11 @@ class BrokerClient:
         right = Access.parse(access)
         deadline = deadline_in(wait)
         while True:
+            # For a moment the broker waits itself: others that were just killed are gone then, and no time is lost.
+            patience = min(max(deadline - time.monotonic(), 0.0), LONGEST_PATIENCE)
+            fields = {"op": "open", "name": name, "access": str(right), "patience": patience}
             try:
-                answer, fds = self._request({"op": "open", "name": name, "access": str(right)})
+                answer, fds = self._request(fields)
                 break
             except (InUseError, ShareError):
                 left = deadline - time.monotonic()
@@ -367,9 +379,10 @@ class BrokerClient:
 def _quiet_address() -> int:
     """Return an address where other processes most likely have nothing, so that they can map a buffer there, too.
 
-    Where systems put things, libraries and stacks and whatever is mapped with no hint, is drawn anew for each process:
-    in the terabyte below 0x7fff…, and above 0x55… or 0x56…. One in some hundred processes had something of its own
-    where another one had its weights. A system or device that has no such addresses chooses others.
+    Where systems put things, libraries and stacks and whatever is mapped with no hint, is drawn anew for each
+    process: in the terabyte below 0x7fff…, and above 0x55… or 0x56…. Now and then a process has something of its
+    own where another one had 1 GiB of weights (seen once in some fifty). A system or device that has no such
+    addresses chooses others.
     """
     return (0x2000 << 32) + secrets.randbelow(0x2000 << 2) * GiB
 

@@ -126,11 +126,15 @@ class Client:
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """A client that waits until a buffer exists and, if it named a right, can be opened so."""
+    """A client that waits until a buffer exists and, if it named a right, can be opened so.
+
+    `request` is what to answer then, None if it only wants to hear of it.
+    """
 
     name: str
     access: Access
     timer: asyncio.TimerHandle
+    request: Fields | None = None
 
 
 def page(buffers: Mapping[str, Named], after: str) -> tuple[list[dict[str, object]], bool]:

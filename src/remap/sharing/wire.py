@@ -22,6 +22,9 @@ LONGEST_NAME = 200
 LONGEST_WAIT = 24 * 3600.0
 """How many seconds a client may wait for a buffer."""
 
+LONGEST_PATIENCE = 0.1
+"""How many seconds an open may take until others have closed. Other threads of the client are kept waiting so long."""
+
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 _ERRORS: dict[str, type[RemapError]] = {
@@ -105,6 +108,17 @@ def error_fields(error: RemapError) -> dict[str, str]:
     kind = next((name for name, one in _ERRORS.items() if type(error) is one), "ShareError")
     parts = {"asked": error.asked, "rule": error.rule, "next": error.next_step}
     return {"error": kind, **{name: part[:1000] for name, part in parts.items()}}
+
+
+def check_version(request: Fields) -> None:
+    """Raise `ShareError` unless a client speaks as this broker does."""
+    version = request.number("version", 1 << 16)
+    if version != VERSION:
+        raise ShareError(
+            f"a client of version {version:g}",
+            rule=f"this broker speaks version {VERSION}",
+            next_step="Use the same release of remap at both ends",
+        )
 
 
 def check_name(name: str) -> str:
