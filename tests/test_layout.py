@@ -29,7 +29,19 @@ LAYERS = (
     ("spans", "ranges"),
     ("arrays", "exports", "foreign", "dlpack", "uses", "streams", "locations"),
     ("drivers",),
-    ("launches", "lifetime", "releases", "ends", "cards", "sites", "types", "sizes", "errors", "loading"),
+    (
+        "launches",
+        "lifetime",
+        "releases",
+        "ends",
+        "cards",
+        "sites",
+        "types",
+        "sizes",
+        "errors",
+        "loading",
+        "forks",
+    ),
 )
 """The rooms from top to bottom. A room may import those of lower layers, never its neighbours on the same layer."""
 
@@ -42,8 +54,8 @@ NEIGHBOURS = {
     "foreign": {"dlpack", "uses", "streams", "locations"},
     "uses": {"streams", "locations"},
     "streams": {"locations"},
-    "lifetime": {"releases", "cards", "sites", "types", "sizes", "errors"},
-    "launches": {"lifetime", "types", "errors"},
+    "lifetime": {"releases", "cards", "sites", "types", "errors", "forks"},
+    "launches": {"lifetime", "types", "errors", "forks"},
     "ends": {"releases"},
     "releases": {"errors"},
     "cards": {"types", "sizes"},

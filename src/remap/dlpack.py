@@ -12,12 +12,12 @@ crash the process.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from remap.errors import InvalidValueError
+from remap.forks import in_child
 from remap.sizes import LARGEST
 
 T = TypeVar("T")
@@ -106,8 +106,7 @@ class _Taking:
 
 
 _taking = _Taking()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_taking.renew)
+in_child(_taking.renew)
 
 
 def export(

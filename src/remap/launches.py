@@ -12,12 +12,12 @@ driver's lock, which a launch would take twice; and holding it throughout, as a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
 from remap.errors import InUseError
+from remap.forks import in_child
 from remap.lifetime import Resource, captures_running
 from remap.types import Location
 
@@ -77,8 +77,7 @@ class Launches:
 
 launches = Launches()
 # Launches of other threads have not come along into a forked child; those of this one are refused there.
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=launches._forked)
+in_child(launches._forked)
 
 
 class Repeat:

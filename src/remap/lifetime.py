@@ -15,7 +15,6 @@ import atexit
 import gc
 import itertools
 import logging
-import os
 import warnings
 import weakref
 from collections import deque
@@ -35,6 +34,7 @@ from remap.errors import (
     RemapWarning,
     context_renewed,
 )
+from remap.forks import in_child
 from remap.releases import Release, Rollback, Step, queued, undo
 from remap.sites import sites
 from remap.types import Description, Facts
@@ -380,7 +380,6 @@ def _ending() -> None:
     _process.ending = True
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+in_child(_forked)
 # Objects alive at exit are silent: the driver gives everything back when the process ends.
 atexit.register(_ending)

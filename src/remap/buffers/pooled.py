@@ -5,12 +5,12 @@ They are the driver's and not the user's: they count as no live object, and go w
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from typing import Any
 
 from remap import drivers
+from remap.forks import in_child
 from remap.lifetime import epoch
 from remap.locations import Device
 from remap.streams import StreamCalls
@@ -71,8 +71,7 @@ class _Pool:
 
 _pool = _Pool()
 drivers.on_leave(_pool.clear)
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_pool.renew)
+in_child(_pool.renew)
 
 
 def borrow(at: Device) -> PooledStream:

@@ -16,6 +16,7 @@ from typing import Any
 from remap import lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
+from remap.forks import in_child
 from remap.loading import loading
 from remap.releases import Rollback
 from remap.sizes import counted
@@ -214,5 +215,4 @@ def _set(driver: Driver) -> None:
         listener(driver)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_choice.renew_locks)
+in_child(_choice.renew_locks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from remap import drivers, lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import CudaResult, InvalidValueError, OutOfMemoryError, RemapError, driver_error
+from remap.forks import in_child
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.functions import functions_of, options_of
 from remap.integrations.layout import Record, State
@@ -261,5 +261,4 @@ def _renew() -> None:
     _memories.lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_renew)
+in_child(_renew)

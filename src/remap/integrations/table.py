@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remap.errors import InvalidValueError
+from remap.forks import in_child
 from remap.integrations import layout
 from remap.integrations.layout import Counters, Functions, Options, Record, State
 from remap.integrations.native import Code, compiled, entries
@@ -130,7 +130,6 @@ def _make_all_inert() -> None:
         table.make_inert()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_make_all_inert)
+in_child(_make_all_inert)
 # Frameworks free memory while the interpreter goes, when the driver may have gone before: the end frees it all.
 atexit.register(_make_all_inert)

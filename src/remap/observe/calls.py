@@ -7,7 +7,6 @@ instance attributes for the time of a trace, and uncovered after it: who does no
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 
 from remap.drivers.wrappers import _OWN_NAMES
 from remap.errors import DriverError
+from remap.forks import in_child
 from remap.types import Location
 
 CallRecord: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any] | None, Any, str | None, int, int, int]
@@ -113,8 +113,7 @@ def _forget() -> None:
     taps.clear()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+in_child(_forget)
 
 
 def as_value(value: Any) -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 from remap import drivers, lifetime
 from remap.drivers.powers import SupportsPinned
 from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
+from remap.forks import in_child
 from remap.locations import Device, device
 from remap.residency import pages
 from remap.residency.arenas import SLAB, Arena, Extent, Job, PageChoice, Slab, no_memory
@@ -352,6 +353,5 @@ def _renew() -> None:
     _pools.lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_renew)
+in_child(_renew)
 drivers.on_leave(_leave)

@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any, Protocol, Self
 
 from remap.errors import InvalidValueError, ShareError
+from remap.forks import in_child
 
 LARGEST_MESSAGE = 128 << 10
 """How many bytes a message may have; a socket's default buffer holds more."""
@@ -119,8 +120,7 @@ def _close() -> None:
         one.close()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_close)
+in_child(_close)
 
 
 class Channel:

@@ -21,6 +21,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from remap.errors import InvalidValueError, ShareError
+from remap.forks import in_child
 from remap.sharing.channel import LONGEST_LIMIT, Channel, Fds, parse_first
 from remap.sharing.sockets import Listener, private_directory, remove_stale
 
@@ -203,8 +204,7 @@ def _forked() -> None:
         _process.server = None
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forked)
+in_child(_forked)
 
 
 def _serving() -> _Server:

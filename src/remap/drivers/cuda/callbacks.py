@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from remap.drivers.cuda.bindings import cuda, failure
 from remap.drivers.powers import call_host_function
 from remap.errors import context_lost
+from remap.forks import in_child
 
 _waiting: dict[int, tuple[Callable[[], None], bool]] = {}
 _tokens = itertools.count(1)
@@ -49,8 +49,7 @@ _PATIENCE = 5.0
 _RETURN = 0.002  # seconds in which the driver's thread is back from Python
 
 atexit.register(_let_them_end)
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_waiting.clear)
+in_child(_waiting.clear)
 
 
 class HostFunctionCalls:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from remap.drivers.cuda.repeats import RepeatCalls
 from remap.drivers.cuda.shared_events import SharedEventCalls
 from remap.drivers.cuda.work import WorkCalls
 from remap.errors import ForkedError
+from remap.forks import in_child
 from remap.types import Capability
 
 
@@ -108,5 +108,4 @@ def _in_child() -> None:
         driver.__class__ = ForkedCudaDriver  # type: ignore[assignment] # not a subclass: it has none of the calls
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_in_child)
+in_child(_in_child)

@@ -22,6 +22,7 @@ from remap.errors import (
     driver_error,
     refused,
 )
+from remap.forks import in_child
 
 
 class Forkable(Protocol):
@@ -152,5 +153,4 @@ def _forked(call: str) -> RemapError:
 
 
 _process = _Process()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_process.after_fork)
+in_child(_process.after_fork)
