@@ -28,6 +28,45 @@ def test_a_kernel_runs_with_a_ragged_last_block(place: Any) -> None:
     assert np.array_equal(y.to_host(), values * 2)
 
 
+@pytest.mark.parametrize("count", [1, N, 1024, 5000])
+def test_a_number_may_be_what_is_written(place: Any, count: int) -> None:
+    """A thread may store its own number, or what it makes of it, with more or fewer threads than elements."""
+
+    @remap.kernel
+    def number(same: remap.DisjointSlice, later: remap.DisjointSlice, half: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        same[i] = int(i)
+        later[i] = int(i) + 3
+        half[i] = int(i) * 0.5
+
+    same, later, half = place(count, "int64"), place(count, "int64"), place(count, "float64")
+    place.launch(number, same, later, half, **SHAPE)
+    threads = np.arange(min(count, 1024))
+    for array, expected in ((same, threads), (later, threads + 3), (half, threads * 0.5)):
+        assert np.array_equal(array.to_host()[: len(threads)], expected)
+        assert not array.to_host()[len(threads) :].any()
+
+
+def test_a_result_is_made_of_what_was_there(place: Any) -> None:
+    """An element may be worked out of itself, and of numbers that all threads share."""
+
+    @remap.kernel
+    def step(x: remap.Slice, out: remap.DisjointSlice, by: np.float32) -> None:
+        i = remap.index_1d()
+        old = out[i]
+        out[i] = old + x[i]
+        out[i] = old * out[i]
+        if x[i] > 500:
+            out[i] = by * by
+
+    values = np.arange(N, dtype=np.float32)
+    x, out = place(values), place(values + 1)
+    place.launch(step, x, out, 3.0, **SHAPE)
+    expected = (values + 1) * (values + 1 + values)
+    expected[501:] = 9
+    assert np.array_equal(out.to_host(), expected)
+
+
 def test_the_same_kernel_takes_other_types(place: Any) -> None:
     """A kernel is specialised on the types of its arguments, each time with NumPy's result."""
     for dtype in ("int8", "uint16", "int32", "float64"):

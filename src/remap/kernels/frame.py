@@ -139,6 +139,23 @@ class Frame:
             self._note(memory, "write", position, lanes, line)
         target[at] = pick(value, chosen)
 
+    def store_result(
+        self,
+        memory: Memory,
+        own: Own,
+        operation: Any,
+        operands: tuple[Any, ...],
+        selection: Selection,
+        line: int,
+    ) -> None:
+        """Write what an operation gives to each lane's own element: straight there, if the elements are neighbours."""
+        number = own.number
+        if not isinstance(number, Run) or memory.shadow is not None:
+            self.store_own(memory, own, operation(*operands), selection, line)
+            return
+        room = memory.data[number.start : min(number.start + number.count, memory.count)]
+        operation(*(one if one.ndim == 0 else one[: len(room)] for one in operands), out=room)
+
     def atomic(
         self,
         name: str,

@@ -15,6 +15,15 @@ from remap.kernels.ir import Array, Scalar, Type, Witness
 from remap.kernels.lanes import NONE, inner, pick, put, split, union
 
 _SYMBOLS = {"+", "-", "*", "/", "&", "|", "^", "<", "<=", ">", ">=", "==", "!="}
+_UFUNCS = {
+    "+": "np.add",
+    "-": "np.subtract",
+    "*": "np.multiply",
+    "/": "np.true_divide",
+    "&": "np.bitwise_and",
+    "|": "np.bitwise_or",
+    "^": "np.bitwise_xor",
+}
 _FUNCTIONS = {
     "//": "np.floor_divide",
     "%": "np.remainder",
@@ -154,6 +163,12 @@ class HostWriter:
 
     def store(self, one: ir.Store, lanes: str) -> None:
         """Write a store."""
+        if (operation := _ufunc(one)) is not None:
+            assert isinstance(one.value, ir.Op)
+            values = self.several(one.value.operands, lanes)
+            index = self.value(one.indices[0], lanes)
+            self.put(f"f.store_result({one.array.name}, {index}, {operation}, {values}, {lanes}, {one.line})")
+            return
         value = self.value(one.value, lanes)
         field = f", {one.field!r}" if one.field else ""
         if isinstance(one.indices[0].type, Witness):
@@ -299,6 +314,19 @@ class HostWriter:
                 return f"(numbers.compare({texts[0]}, {texts[1]}) {name} 0)"
             return f"({texts[0]} {name} {texts[1]})"
         return f"{_FUNCTIONS.get(name, f'np.{name}')}({', '.join(texts)})"
+
+
+def _ufunc(one: ir.Store) -> str | None:
+    """Return the operation of NumPy that makes the value of a thread's own element, where it is one with that type."""
+    value = one.value
+    if one.field or not isinstance(one.indices[0].type, Witness) or not isinstance(value, ir.Op):
+        return None
+    types = {operand.type for operand in value.operands}
+    if types != {value.type}:  # so neither comparisons, nor operations that `numbers` has to define
+        return None
+    name = _UFUNCS.get(value.name) or _FUNCTIONS.get(value.name, f"np.{value.name}")
+    found = getattr(np, name.removeprefix("np."), None)
+    return name if isinstance(found, np.ufunc) else None
 
 
 def jumps(one: ir.Stmt) -> bool:

@@ -76,7 +76,8 @@ class Run(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, selection: Any) -> Any:
         """Return the numbers of a selection."""
         if isinstance(selection, slice):
-            return Run(self.start + selection.start, selection.stop - selection.start)
+            start, stop, _ = selection.indices(self.count)
+            return Run(self.start + start, stop - start)
         return selection + self.start
 
     def __len__(self) -> int:

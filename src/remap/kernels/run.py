@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from remap.drivers.protocol import HostLaunch
 
 # The threads that run together: enough to make Python's own share small, few enough for the caches.
-_LANES = 1 << 15
+_LANES = 1 << 17
 _LANES_OF_BLOCKS = 1 << 14  # the same where blocks have shared memory, which takes more room
+
+# glibc takes a large block from the system anew each time, until it saw one of that size freed (mallopt(3), on
+# M_MMAP_THRESHOLD). The values of a batch are such blocks, and fresh pages cost more than the arithmetic.
+np.empty(8 << 20, np.uint8)
 
 Parts = dict[str, list[Part]]
 """For arrays that are watched since they share memory: the bytes of allocations behind each, by name."""
