@@ -13,7 +13,7 @@ from typing import Any, ClassVar, SupportsIndex, TypeAlias
 from remap import drivers
 from remap.drivers.protocol import Driver
 from remap.errors import InvalidValueError, OutOfMemoryError, not_supported
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.types import (
     Access,
     AllocationProperties,
@@ -214,7 +214,7 @@ def device(which: DeviceLike | None = None) -> Device:
         if not 0 <= index < count:
             raise InvalidValueError(
                 f"device {index}",
-                rule=f"the {driver.name} driver has {count} device{'s' * (count != 1)}, numbered from 0",
+                rule=f"the {driver.name} driver has {counted(count, 'device')}, numbered from 0",
                 next_step=f"Use 0 to {count - 1}" if count > 1 else "Use 0",
             )
         found = known.by_index.setdefault(index, Device(driver, index))

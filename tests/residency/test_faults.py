@@ -172,7 +172,7 @@ def test_unmapping_that_fails_in_the_middle(stage: Stage) -> None:
         stage.faulty.fail("unmap", nth=2)
         with pytest.raises(remap.DriverError, match="cuMemUnmap") as caught:
             remap.pause(buffers)
-        assert "3 buffers are paused all the same" in caught.value.__notes__[0]
+        assert "3 buffers paused all the same" in caught.value.__notes__[0]
         assert all(one.paused for one in buffers)
         assert all(np.array_equal(remap.backup(one), contents(seed)) for seed, one in enumerate(buffers))
         remap.resume(buffers)

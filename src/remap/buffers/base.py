@@ -17,7 +17,7 @@ from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.launches import launches
 from remap.lifetime import Description, Release, Rollback, drain, queued, undo
 from remap.locations import LocationLike
-from remap.sizes import Size, format_size, parse_size, round_up
+from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
 from remap.types import Access, AllocationProperties, Facts, HandleType, Held, Location
 
@@ -191,7 +191,7 @@ class Buffer(Span):
         """Return what this buffer is."""
         places = ", ".join(str(place) for place in self.resident)
         count = len(self._chunks)
-        detail = f"{count} chunk{'s' * (count != 1)} on {places}" if count else "nothing behind it"
+        detail = f"{counted(count, 'chunk')} on {places}" if count else "nothing behind it"
         if self._paused:
             detail += f", paused ({self._paused})"
         return Description(self.kind, self.serial, self._size, self._address, detail)

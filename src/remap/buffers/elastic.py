@@ -17,7 +17,7 @@ from remap.errors import AccessError, InUseError, InvalidValueError
 from remap.handles import parse_alignment
 from remap.lifetime import Description, Rollback, drain, epoch, queued, undo
 from remap.locations import AccessLike, LocationLike
-from remap.sizes import Size, format_size, parse_size, round_up
+from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk
 from remap.types import Access, HandleType
 from remap.uses import After, Known
@@ -402,8 +402,7 @@ class ElasticBuffer(GrowingBuffer):
 
     def describe(self) -> Description:
         """Return what this buffer is."""
-        count = len(self._chunks)
-        detail = f"capacity {format_size(self.capacity)}, {count} chunk{'s' * (count != 1)}"
+        detail = f"capacity {format_size(self.capacity)}, {counted(len(self._chunks), 'chunk')}"
         if self._paused:
             detail += f", paused ({self._paused})"
         return Description(self.kind, self.serial, self._size, self._address, detail)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 
 CHANNELS = "/dev/nvidia-caps-imex-channels"
 
@@ -129,7 +129,7 @@ def _nvidia() -> Iterator[Check]:
     yield Check(
         "GPU",
         here,
-        f"{len(bus)} NVIDIA device{'s' * (len(bus) != 1)} on the PCI bus" if bus else "none on the PCI bus",
+        f"{counted(len(bus), 'NVIDIA device')} on the PCI bus" if bus else "none on the PCI bus",
         "" if here else "Nothing, if the machine has none: the host driver runs the same programs",
     )
     try:

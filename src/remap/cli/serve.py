@@ -36,7 +36,7 @@ def serve(path: str | None, status: bool, timeout: float) -> int:
 def _show(path: str | None, timeout: float) -> None:
     from remap.cli.report import Report
     from remap.sharing.client import connect
-    from remap.sizes import format_size
+    from remap.sizes import counted, format_size
 
     report = Report()
     with connect(path, timeout=timeout) as broker:
@@ -45,9 +45,7 @@ def _show(path: str | None, timeout: float) -> None:
     report.step("broker", [f"process {found.process} at {found.path}, up {up:,.0f} s"])
     report.step("clients", f"{found.clients}, {found.waiting} of them waiting; {found.requests:,} requests")
     kept = "keeps them through a restart" if found.survives_restart else "frees them when it stops"
-    report.step(
-        "keeps", f"{found.buffers} buffer{'s' * (found.buffers != 1)}, {format_size(found.bytes)}; {kept}"
-    )
+    report.step("keeps", f"{counted(found.buffers, 'buffer')}, {format_size(found.bytes)}; {kept}")
     for one in buffers:
         users = [f"written by {one.writer}"] if one.writer else []
         users += [f"read by {', '.join(map(str, one.readers))}"] if one.readers else []

@@ -26,7 +26,7 @@ from remap.cli.vectors import (
 from remap.cli.waived import Waived
 from remap.errors import InvalidValueError
 from remap.kernels import Kernel, Module, Pointer, load, shipped
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.spans import Span
 
 BLOCK = 256
@@ -155,7 +155,7 @@ class _Program:
         work = "all" if last == BLOCK else f"{last} of {BLOCK}"
         self._report.step(
             "launch",
-            f"{blocks:,} block{'s' * (blocks != 1)} of {BLOCK} threads on {self._device}; "
+            f"{counted(blocks, 'block')} of {BLOCK} threads on {self._device}; "
             f"in the last block {work} threads have work",
         )
 
@@ -181,8 +181,8 @@ class _Program:
         else:
             granule = max(one.granularity().minimum for one in self._resident)
             rounding = (
-                f"{format_size(asked)} a vector, rounded up to a multiple of {count} "
-                f"device{'s' * (count != 1)} × {format_size(granule)}: {format_size(spans[0].size)}"
+                f"{format_size(asked)} a vector, rounded up to a multiple of "
+                f"{counted(count, 'device')} × {format_size(granule)}: {format_size(spans[0].size)}"
             )
         lines = [rounding]
         for name, span in zip("abc", spans, strict=True):
@@ -190,7 +190,7 @@ class _Program:
             if not runs:
                 lines.append(f"{name} has no bytes, and so no address")
                 continue
-            chunks = f"{len(runs)} chunk{'s' * (len(runs) != 1)}"
+            chunks = counted(len(runs), "chunk")
             start = span.address
             lines.append(f"{name} {start:#x} to {start + span.size:#x}, {chunks}")
             self._report.step("memory" if name == "a" else "", lines)

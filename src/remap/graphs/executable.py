@@ -20,6 +20,7 @@ from remap.kernels.module import Module
 from remap.launches import Repeat, Usable, launches
 from remap.lifetime import Description, Release, Resource, Step, epoch, watchers
 from remap.locations import Device, in_context
+from remap.sizes import counted
 from remap.spans import Span
 from remap.streams import Queue, Stream, StreamLike, as_stream
 from remap.types import Location
@@ -197,11 +198,9 @@ class Executable(Resource):
 
     def describe(self) -> Description:
         """Return what this executable is."""
-        count = len(self._nodes)
         size = sum(node.size for node in self._nodes if isinstance(node, Allocation))
-        return Description(
-            self.kind, self.serial, size, None, f"{count} node{'s' * (count != 1)} on {self.device}"
-        )
+        detail = f"{counted(len(self._nodes), 'node')} on {self.device}"
+        return Description(self.kind, self.serial, size, None, detail)
 
 
 _calling: WeakSet[Executable] = WeakSet()

@@ -27,7 +27,7 @@ from remap.graphs.executable import Executable
 from remap.graphs.nodes import Allocation, Condition, Node, missing
 from remap.lifetime import Description, Release, Resource, drain, queued
 from remap.locations import Device, DeviceLike, device
-from remap.sizes import Size
+from remap.sizes import Size, counted
 
 
 class Graph(Resource, Nodes):
@@ -176,10 +176,8 @@ class Graph(Resource, Nodes):
     def describe(self) -> Description:
         """Return what this graph is; its size is that of its allocations together."""
         size = sum(one.size for one in self.allocations)
-        count = len(self)
-        return Description(
-            self.kind, self.serial, size, None, f"{count} node{'s' * (count != 1)} on {self.device}"
-        )
+        detail = f"{counted(len(self), 'node')} on {self.device}"
+        return Description(self.kind, self.serial, size, None, detail)
 
     def __str__(self) -> str:
         """Return the graph for a reader: one line for each node, and for those of bodies."""

@@ -335,7 +335,7 @@ _WORDS = {
 
 
 def _told(parameter: Parameter) -> str:
-    return f"{_WORDS[parameter.type]} of {parameter.size} byte{'s' * (parameter.size != 1)}"
+    return f"{_WORDS[parameter.type]} of {counted(parameter.size, 'byte')}"
 
 
 def _is_ours(value: Any) -> bool:

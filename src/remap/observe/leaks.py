@@ -11,7 +11,7 @@ from remap import lifetime
 from remap.lifetime import Resource
 from remap.observe.snapshot import Item, _item
 from remap.sites import sites
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.types import Location
 
 
@@ -51,8 +51,7 @@ class Leaks:
             " + ".join(f"{format_size(size)} on {place}" for place, size in self.footprint.items())
             or "no memory"
         )
-        count = len(self.items)
-        lines.append(f"{count} object{'s' * (count != 1)} alive, holding {held}")
+        lines.append(f"{counted(len(self.items), 'object')} alive, holding {held}")
         if any(item.site for item in self.items):
             lines.append("Close them, or use them in a with statement")
         else:

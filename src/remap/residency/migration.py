@@ -27,6 +27,7 @@ from remap.residency.targets import (
     held,
     wait,
 )
+from remap.sizes import counted
 from remap.types import Location
 from remap.uses import After, Known
 
@@ -205,7 +206,7 @@ def _finish(moves: list[_Move]) -> RemapError | None:
                 if first is None:
                     first = error
                     first.add_note(
-                        f"{len(moves)} buffers have moved all the same; some memory was not given back"
+                        f"{counted(len(moves), 'buffer')} moved all the same; some memory was not given back"
                     )
                 else:
                     first.add_note(f"and then: {error}")

@@ -30,6 +30,7 @@ from remap.residency.targets import (
     held,
     wait,
 )
+from remap.sizes import counted
 from remap.uses import After, Known
 
 
@@ -245,8 +246,8 @@ def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> BaseException | N
                 if first is None:
                     first = error
                     first.add_note(
-                        f"{len(backups)} buffers are paused all the same, with their backups intact; what could not "
-                        "be unmapped is tried again when they are resumed"
+                        f"{counted(len(backups), 'buffer')} paused all the same, with the backup intact; what could "
+                        "not be unmapped is tried again when they are resumed"
                     )
                 else:
                     first.add_note(f"and then: {error}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.types import Location, MemoryInfo
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -44,7 +44,7 @@ class Moved:
         """Return the figures as one sentence."""
         moved = f"{format_size(self.bytes)} copied in " if self.bytes else ""
         rate = f" ({self.rate:.3g} GB/s)" if self.bytes else ""
-        told = [f"{self.buffers} buffer{'s' * (self.buffers != 1)}, {moved}{self.seconds:.3g} s{rate}"]
+        told = [f"{counted(self.buffers, 'buffer')}, {moved}{self.seconds:.3g} s{rate}"]
         if self.freed:
             told.append(f"{format_size(self.freed)} given back")
         if self.host:

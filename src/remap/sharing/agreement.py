@@ -13,6 +13,7 @@ from typing import Any
 
 from remap.errors import ShareError
 from remap.sharing.exchange import Exchange
+from remap.sizes import counted
 
 _LONGEST = 2000  # characters of one rank's story
 
@@ -64,7 +65,7 @@ def _story(error: BaseException) -> bytes:
 def _told(doing: str, failed: dict[int, bytes]) -> str:
     rank = min(failed)
     more = len(failed) - 1
-    others = f" (and {more} more rank{'s' * (more != 1)})" if more else ""
+    others = f" (and {counted(more, 'more rank')})" if more else ""
     return f"rank {rank}{others} failed to {doing}: {_read(failed[rank])}"
 
 

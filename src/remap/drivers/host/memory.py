@@ -11,7 +11,7 @@ from remap.drivers.host.space import UNMAPPED, AddressSpace, Mapping
 from remap.drivers.host.team import MulticastMapping, Team
 from remap.drivers.host.work import OpaqueWork
 from remap.errors import CudaResult, driver_error
-from remap.sizes import format_size, is_power_of_two
+from remap.sizes import counted, format_size, is_power_of_two
 from remap.types import (
     Access,
     AddressRange,
@@ -63,7 +63,7 @@ class Memory:
                 raise invalid(call, span(address, size), rule)
             inside = self.space.mappings.overlapping(address, found.end)
             if inside:
-                rule = f"{len(inside)} mappings are inside, the first at {inside[0].base:#x}"
+                rule = f"{counted(len(inside), 'mapping')} inside, the first at {inside[0].base:#x}"
                 raise invalid(call, span(address, size), rule, "Unmap them first")
             self.space.free(found)
 

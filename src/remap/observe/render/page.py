@@ -13,7 +13,7 @@ from typing import Any
 from remap.cards import colour
 from remap.observe.lanes import Lane, lanes_of
 from remap.observe.snapshot import Item, Snapshot, sum_by_location
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 
 
 def page(snapshot: Snapshot) -> str:
@@ -73,10 +73,9 @@ def _data(snapshot: Snapshot) -> dict[str, Any]:
         if piece.address is None and piece.memory not in mapped
     ]
     state = {one.location: one for one in snapshot.devices}
-    count = len(snapshot.items)
     return {
-        "about": f"{count} object{'s' * (count != 1)} of process {snapshot.process} on the {snapshot.driver} driver "
-        f"({snapshot.driver_version}), {snapshot.taken[:19].replace('T', ' ')} UTC.",
+        "about": f"{counted(len(snapshot.items), 'object')} of process {snapshot.process} "
+        f"on the {snapshot.driver} driver ({snapshot.driver_version}), {snapshot.taken[:19].replace('T', ' ')} UTC.",
         "lanes": drawn,
         "items": [_item(item, at) for at, item in enumerate(snapshot.items)],
         "places": [{"name": str(place), "colour": colour(place)} for place in places],

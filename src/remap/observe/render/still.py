@@ -7,7 +7,7 @@ from html import escape
 from remap.cards import bar, colour
 from remap.observe.lanes import Lane, lanes_of
 from remap.observe.snapshot import Piece, Snapshot
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.types import Held
 
 MOST_LANES = 60
@@ -25,9 +25,8 @@ def still(snapshot: Snapshot, *, most: int = MOST_LANES) -> str:
         for place, share in shares.items()
         if share.footprint
     )
-    count = len(snapshot.items)
     head = (
-        f"<b>{count} object{'s' * (count != 1)}</b> of process {snapshot.process} on the "
+        f"<b>{counted(len(snapshot.items), 'object')}</b> of process {snapshot.process} on the "
         f"{escape(snapshot.driver)} driver, footprint {format_size(sum(one.footprint for one in shares.values()))}"
     )
     return f'<div class="remap">{head}<div>{totals}</div>{rows}{more}</div>'

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from remap.observe.lanes import Lane, lanes_of
 from remap.observe.snapshot import Piece, Share, Snapshot, sum_by_location
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.types import Access, Location
 
 MOST_LANES = 40
@@ -177,9 +177,8 @@ def _totals(snapshot: Snapshot, width: int) -> Iterator[Text]:
             )
     total = sum(share.footprint for share in shares.values())
     kept = f"; backups take {format_size(snapshot.kept)} of host memory" if snapshot.kept else ""
-    count = len(snapshot.items)
     yield from _wrapped(
-        f"all: {count} object{'s' * (count != 1)}, footprint {format_size(total)}{kept}", width
+        f"all: {counted(len(snapshot.items), 'object')}, footprint {format_size(total)}{kept}", width
     )
 
 
