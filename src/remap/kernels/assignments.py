@@ -111,7 +111,13 @@ class Assignments(Calls):
             self.put(node, index, made)
             return
         if not isinstance(value, ast.Tuple) or len(value.elts) != len(names):
-            raise self.error(node, ast.unparse(node), "as many values as names have to stand there")
+            step = "A call gives one value, and an index is taken apart as i.row and i.col"
+            raise self.error(
+                node,
+                ast.unparse(node),
+                "as many values as names have to stand there",
+                step if isinstance(value, ast.Call) else "",
+            )
         # Fresh copies, since a name on the left may be read on the right.
         values = [self.value(one) for one in value.elts]
         held = [self.temporary(one.type, node.lineno, one) for one in values]

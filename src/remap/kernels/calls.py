@@ -18,7 +18,7 @@ from remap.kernels.expressions import element_type
 from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
 from remap.kernels.reading import MISSING, Source, scalar_of
-from remap.kernels.scope import ElementOf
+from remap.kernels.scope import ElementOf, called_here
 
 _EXACT: dict[Any, str] = {
     math.sqrt: "sqrt",
@@ -69,7 +69,7 @@ class Calls(Elements):
         if isinstance(node.func, ast.Name) and self.is_local(node.func.id):
             raise self.error(node, path, "a local name cannot be called")
         if target is MISSING:
-            raise self.error(node, path, "there is nothing of this name to call")
+            raise self.error(node, path, "there is nothing of this name to call", called_here(path))
         return self.called(node, path, target)
 
     def called(self, node: ast.Call, path: str, target: Any) -> ir.Expr:
@@ -160,7 +160,8 @@ class Calls(Elements):
         if function.attr == "get_mut_indexed":
             raise self.error(node, what, "it gives two things", "Write: element, i = out.get_mut_indexed()")
         if function.attr != "get" or kind.kind not in ("slice", "disjoint"):
-            raise self.error(node, what, f"a {kind} has no method {function.attr}")
+            step = "Loop over its elements by their index"
+            raise self.error(node, what, f"a {kind} has no method {function.attr}", step)
         if node.keywords or not 1 <= len(node.args) <= 1 + kind.ndim:
             raise self.error(node, what, "get takes the index and, if there is to be one, a default")
         nodes = list(node.args)

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from remap.errors import LaunchError
 from remap.kernels import ir
 from remap.kernels.expressions import Expressions, element_type
 from remap.kernels.ir import INT, Array, Scalar, Witness, is_numpy
 from remap.kernels.scope import ElementOf
+from remap.sizes import counted
 
 
 class Elements(Expressions):
@@ -51,6 +53,9 @@ class Elements(Expressions):
         """Return indices from their nodes, as `indices` does."""
         kind, what = array.type, ast.unparse(node)
         assert isinstance(kind, Array)
+        if any(isinstance(one, ast.Slice) for one in nodes):
+            rule = "an element is read or written at a time, and no part of an array"
+            raise self.error(node, what, rule, "Loop over its elements by their index")
         found = [self.value(one) for one in nodes]
         if len(found) == 1 and isinstance(found[0].type, Witness) and kind.kind in ("slice", "disjoint"):
             if kind.kind == "disjoint":
@@ -62,7 +67,8 @@ class Elements(Expressions):
                 node, what, rule, "Use remap.index_1d() or index_2d(…), or remap.unchecked(out) to promise it"
             )
         if len(found) != kind.ndim:
-            rule = f"the array has {kind.ndim} dimensions, and this has {len(found)} indices"
+            given = f"{len(found)} ind{'ex' if len(found) == 1 else 'ices'}"
+            rule = f"the array has {counted(kind.ndim, 'dimension')}, and this has {given}"
             raise self.error(node, what, rule)
         numbers: list[ir.Expr] = []
         for one, index in zip(nodes, found, strict=True):
@@ -101,7 +107,10 @@ class Elements(Expressions):
             case ast.Name() | ast.Attribute():
                 path = ast.unparse(node)
                 if not self.is_local(path.split(".", maxsplit=1)[0]):
-                    found: Any = self.source.at(path)
+                    try:
+                        found: Any = self.source.at(path)
+                    except LaunchError:  # remap.block_size and the like, which only threads know
+                        found = None
                     if is_numpy(found, (int, np.integer)):
                         number = self.shared.baked[path] = int(found)
                         return number
@@ -110,7 +119,10 @@ class Elements(Expressions):
             case _:
                 pass
         rule = "it has to be known when the kernel is compiled"
-        raise self.error(node, f"{what}: {ast.unparse(node)}", rule, "Use a number or a global variable")
+        step = "Use a number or a global variable"
+        if what == "shape":
+            step += ", or dynamic_shared(…), which each launch sizes"
+        raise self.error(node, f"{what}: {ast.unparse(node)}", rule, step)
 
 
 _OPERATOR: Any = operator  # whose functions take anything and tell nothing

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from remap import drivers
 from remap.drivers.protocol import Driver
@@ -50,11 +50,11 @@ class PythonKernel:
 
     def __call__(self, *_: object, **__: object) -> None:
         """Raise `LaunchError`: a kernel is launched, not called."""
-        raise LaunchError(
-            f"call of kernel {self.name}",
-            rule="a kernel runs for a grid of threads",
-            next_step="Use .launch(…, grid=…, block=…)",
-        )
+        raise _launched_only(f"call of kernel {self.name}")
+
+    def __getitem__(self, _: object) -> NoReturn:
+        """Raise `LaunchError`: grid and block are arguments of `launch`."""
+        raise _launched_only(f"kernel {self.name}[…]")
 
     def launch(
         self,
@@ -212,6 +212,11 @@ def _device_of(views: dict[int, View]) -> Device:
                 next_step=owner._grant_step(find_device().location, Access.READ_WRITE),
             )
     return find_device()
+
+
+def _launched_only(asked: str) -> LaunchError:
+    rule = "a kernel runs for a grid of threads"
+    return LaunchError(asked, rule=rule, next_step="Use .launch(…, grid=…, block=…)")
 
 
 def _hashable(extent: Extent) -> Extent:

@@ -93,7 +93,7 @@ class Scope:
             value = self.source.at(".".join(parts[:count]))
             if value is MISSING:
                 rule = "there is nothing of this name"
-                raise self.error(node, ".".join(parts[:count]), rule)
+                raise self.error(node, ".".join(parts[:count]), rule, called_here(path))
             if isinstance(value, (types.ModuleType, type, _Axes)):
                 if isinstance(value, _Axes) and count + 1 == len(parts) and parts[count] in ("x", "y", "z"):
                     return ir.Builtin(INT, node.lineno, value.name, "xyz".index(parts[count]))
@@ -144,5 +144,33 @@ class Scope:
 
     def refuse(self, node: ast.AST) -> CompileError:
         """Return the error for a part of Python that kernels do not have."""
-        what = ast.unparse(node).splitlines()[0]
-        return self.error(node, what, f"a kernel cannot have this ({type(node).__name__})")
+        what, kind, step = ast.unparse(node).splitlines()[0], type(node).__name__, ""
+        if isinstance(node, ast.Constant):
+            kind, step = type(node.value).__name__, "For infinity and NaN, use math.inf and math.nan"
+        return self.error(node, what, f"a kernel cannot have this ({kind})", step)
+
+
+# By the names that CUDA C++, Numba and Triton have for them.
+_ELSEWHERE = {
+    "threadIdx": "remap.thread",
+    "blockIdx": "remap.block",
+    "blockDim": "remap.block_size",
+    "gridDim": "remap.grid_size",
+    "program_id": "remap.block.x",
+    "syncthreads": "remap.barrier()",
+    "gridsize": "remap.grid_size and remap.block_size",
+    "grid": "remap.index_1d() or index_2d(…)",
+    "shared": "remap.shared_array(shape, dtype)",
+    "atomic": "remap.atomic_add, _min, _max, _exchange and _cas",
+}
+
+
+def called_here(path: str) -> str:
+    """Return the advice to write what stands for a name of another library here, empty where that is not known."""
+    known = {_plain(name): here for name, here in _ELSEWHERE.items()}
+    found = next((known[part] for part in map(_plain, path.split(".")) if part in known), "")
+    return f"Write {found}" if found else ""
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()

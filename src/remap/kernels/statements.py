@@ -132,24 +132,23 @@ class Statements(Assignments):
             and 1 <= len(call.args) <= 3
         )
         if node.orelse or not known_range or not isinstance(node.target, ast.Name):
+            text = ast.unparse(node).splitlines()[0].rstrip(":")
             raise self.error(
-                node, ast.unparse(node).splitlines()[0], "a kernel loops with: for k in range(…)"
+                node, text, "a kernel loops with: for k in range(…)", "Take the elements by their index"
             )
         assert isinstance(call, ast.Call)
         numbers = [self.number(one) for one in call.args]
         for one, at in zip(numbers, call.args, strict=True):
             if not isinstance(one.type, Scalar) or one.type.dtype.kind not in "iu":
                 raise self.error(at, ast.unparse(call), "range takes whole numbers")
-        step = numbers[2] if len(numbers) == 3 else ir.Const(INT, node.lineno, 1)
-        if not isinstance(step, ir.Const) or step.value == 0:
-            raise self.error(
-                node, ast.unparse(call), "the step of a range is a number in the source, and not 0"
-            )
-        start = self.cast(numbers[0], INT) if len(numbers) > 1 else ir.Const(INT, node.lineno, 0)
-        stop = self.hold(self.cast(numbers[min(len(numbers) - 1, 1)], INT), node.lineno)
         line = node.lineno
+        step = self.fixed(self.cast(numbers[2], INT), node) if len(numbers) == 3 else ir.Const(INT, line, 1)
+        if isinstance(step, ir.Const) and step.value == 0:
+            raise self.error(node, ast.unparse(call), "the step of a range is not 0")
+        start = self.cast(numbers[0], INT) if len(numbers) > 1 else ir.Const(INT, line, 0)
+        stop = self.fixed(self.cast(numbers[min(len(numbers) - 1, 1)], INT), node)
         counter = self.temporary(INT, line, start)
-        test = ir.Op(BOOL, line, "<" if step.value > 0 else ">", (counter, stop))
+        test = self.goes_on(counter, stop, step)
         known = None if self.assigned is None else set(self.assigned)
         self.stores[node.target.id] = max(self.stores.get(node.target.id, 0), 2)
         out, self.out = self.out, []
@@ -159,6 +158,30 @@ class Statements(Assignments):
         after: ir.Block = [ir.Assign(line, counter.name, ir.Op(INT, line, "+", (counter, step)))]
         self.out.append(ir.While(line, [], test, first + body, after))
         self.assigned = known
+
+    def fixed(self, value: ir.Expr, loop: ast.For) -> ir.Expr:
+        """Return a number that stays what it is, as Python's range looks at its arguments once."""
+        assigned = {
+            f"v_{one.id}"
+            for one in ast.walk(loop)
+            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+        }
+        if isinstance(value, ir.Var) and value.name in assigned:
+            return self.temporary(value.type, loop.lineno, value)
+        return value if isinstance(value, ir.Builtin) else self.hold(value, loop.lineno)
+
+    def goes_on(self, counter: ir.Expr, stop: ir.Expr, step: ir.Expr) -> ir.Expr:
+        """Return whether a range has a further number; a step of 0, which Python refuses, has none."""
+        line = counter.line
+        below, above = (ir.Op(BOOL, line, sign, (counter, stop)) for sign in "<>")
+        if isinstance(step, ir.Const):
+            return below if step.value > 0 else above
+        if isinstance(step, ir.Builtin) and step.name in ("block_size", "grid_size"):
+            return below
+        zero = ir.Const(INT, line, 0)
+        up = ir.Op(BOOL, line, "and", (ir.Op(BOOL, line, ">", (step, zero)), below))
+        down = ir.Op(BOOL, line, "and", (ir.Op(BOOL, line, "<", (step, zero)), above))
+        return ir.Op(BOOL, line, "or", (up, down))
 
     def leave(self, node: ast.Return) -> None:
         """Type a return."""
