@@ -122,14 +122,12 @@ class Reservation(Resource):
             if error.code == CudaResult.INVALID_VALUE:
                 check_aligned(start, driver.granularity(allocation.properties).minimum, "offset")
             raise
-        except (
-            BaseException
-        ) as error:  # an interrupt may come with the mapping done, and unmapping nothing is fine (T7)
+        except BaseException as error:
+            # An interrupt may come with the mapping done, and unmapping nothing is fine (T7).
             undo(error, driver.unmap, address, size)
             raise
-        rollback.steps += [
-            (driver.unmap, (address, size))
-        ]  # not `undo`, where one could come before it is noted
+        # Not with `undo`, where one could come before it is noted.
+        rollback.steps += [(driver.unmap, (address, size))]
         if grants:
             driver.set_access(address, size, grants)
         return Mapping(self, allocation, start, grants)

@@ -132,9 +132,8 @@ class Repeat:
             check_uses(things, queue.device.location, self._asked)
         joined = False
         for thing in things:
-            arriving = getattr(
-                thing, "_arriving", None
-            )  # another thread drops it when everything has arrived
+            # Read once: another thread drops it when everything has arrived.
+            arriving = getattr(thing, "_arriving", None)
             if arriving is not None:
                 with queue.device.current():
                     arriving.join(queue)

@@ -14,9 +14,8 @@ import os
 from contextlib import suppress
 
 _EXITING = 0x4  # PF_EXITING
-_FLAGS = (
-    6  # of the fields after the program's name: state, parent, group, session, terminal, its group, flags
-)
+# Of the fields after the program's name: state, parent, group, session, terminal, its group, flags.
+_FLAGS = 6
 
 
 def is_exiting(process: int) -> bool:

@@ -34,7 +34,10 @@ _FABRIC_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class MemoryCalls:
-    """The half of the CUDA driver that deals with memory; all it remembers is where host-located memory is mapped."""
+    """The half of the CUDA driver that deals with memory.
+
+    All it remembers is where host-located memory is mapped, and what was asked for last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +62,11 @@ class MemoryCalls:
         return Granularity(int(minimum), int(recommended))
 
     def create(self, size: int, properties: AllocationProperties) -> int:
-        last = self._last_prop
-        if last[0] is not properties:  # looking one up costs more than all the rest of this method
-            last = self._last_prop = (
-                properties,
-                allocation_prop(properties),
-                not properties.location.is_device,
-            )
-        err, handle = cuda.cuMemCreate(size, last[1], 0)
+        last, prop, hosted = self._last_prop
+        if last is not properties:  # looking one up costs more than all the rest of this method
+            prop, hosted = allocation_prop(properties), not properties.location.is_device
+            self._last_prop = properties, prop, hosted
+        err, handle = cuda.cuMemCreate(size, prop, 0)
         if err:
             rule, step = _WHY_NOT_CREATED.get(int(err), ("", ""))
             if err == CudaResult.NOT_PERMITTED and HandleType.FABRIC not in properties.handle_types:
@@ -74,8 +74,8 @@ class MemoryCalls:
             asked = f"create {format_size(size)} of {_told(properties)}"
             raise failure("cuMemCreate", err, asked=asked, rule=rule, next_step=step)
         number = int(handle)
-        if last[2] or self._host_mappings.handles:
-            self._host_mappings.created(number, at_host=last[2])
+        if hosted or self._host_mappings.handles:
+            self._host_mappings.created(number, at_host=hosted)
         return number
 
     def release(self, handle: int) -> None:
@@ -90,7 +90,7 @@ class MemoryCalls:
             asked = f"retain the allocation at {address:#x}"
             raise failure("cuMemRetainAllocationHandle", err, asked=asked, rule=rule)
         number = int(handle)
-        if self._host_mappings:
+        if self._host_mappings.starts or self._host_mappings.handles:
             self._host_mappings.created(number, at_host=_is_at_host(number))
         return number
 
@@ -139,11 +139,11 @@ class MemoryCalls:
             self._host_mappings.unmapped(address, size)
 
     def set_access(self, address: int, size: int, grants: Grants) -> None:
-        last = self._last_grants
-        if last[0] is not grants:
+        last, descriptions = self._last_grants
+        if last is not grants:
             kept = tuple(grants)  # the same object if it cannot change, and only then found again
-            last = self._last_grants = kept, access_descriptions(kept)
-        descriptions = last[1]
+            descriptions = access_descriptions(kept)
+            self._last_grants = kept, descriptions
         (err,) = cuda.cuMemSetAccess(address, size, descriptions, len(descriptions))
         if err:
             rule = _WHY_NO_ACCESS.get(int(err), "")
@@ -202,7 +202,7 @@ class MemoryCalls:
             raise failure("cuMemFree", err, asked=f"free the allocation at {address:#x}")
 
     def copy_to_device(self, address: int, source: int, size: int, stream: int) -> None:
-        if self._host_mappings:
+        if self._host_mappings.starts:
             self._host_mappings.check("cuMemcpyHtoDAsync", address, size, writes=True, pageable=True)
         (err,) = cuda.cuMemcpyHtoDAsync(address, source, size, stream)
         if err:
@@ -211,7 +211,7 @@ class MemoryCalls:
             raise failure("cuMemcpyHtoDAsync", err, asked=asked, rule=rule)
 
     def copy_to_host(self, destination: int, address: int, size: int, stream: int) -> None:
-        if self._host_mappings:
+        if self._host_mappings.starts:
             self._host_mappings.check("cuMemcpyDtoHAsync", address, size, writes=False)
         (err,) = cuda.cuMemcpyDtoHAsync(destination, address, size, stream)
         if err:
@@ -220,7 +220,7 @@ class MemoryCalls:
             raise failure("cuMemcpyDtoHAsync", err, asked=asked, rule=rule)
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        if self._host_mappings:
+        if self._host_mappings.starts:
             self._host_mappings.check("cuMemcpyDtoDAsync", source, size, writes=False)
             self._host_mappings.check("cuMemcpyDtoDAsync", destination, size, writes=True)
         (err,) = cuda.cuMemcpyDtoDAsync(destination, source, size, stream)
