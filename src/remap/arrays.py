@@ -15,7 +15,7 @@ from remap.errors import AccessError, AlignmentError, InvalidValueError
 from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
 from remap.locations import Device, device
-from remap.sizes import Size, parse_size
+from remap.sizes import Size, parse_offset
 from remap.streams import Queue, StreamLike, default_handle
 from remap.types import Access
 
@@ -55,7 +55,7 @@ class DeviceArray:
         and `SizeOverflowError` (an `OverflowError`).
         """
         kind = check_type(dtype)
-        start = parse_size(offset, "offset") if isinstance(offset, str) else operator.index(offset)
+        start = parse_offset(offset)
         owner._check()
         if not 0 <= start <= owner._reach:
             raise InvalidValueError(f"an array at offset {start}", rule=f"the memory has {owner._size} bytes")

@@ -42,6 +42,11 @@ def parse_size(value: Size, what: str = "size") -> int:
     return number
 
 
+def parse_offset(value: Size, what: str = "offset") -> int:
+    """Return `value` as a number of bytes, as `parse_size` does, but leave numbers below 0 to a check of bounds."""
+    return parse_size(value, what) if isinstance(value, str) else operator.index(value)
+
+
 def _parse_text(text: str, what: str) -> int:
     step = 'Write a number and a unit, such as "64MiB", or pass bytes as a number'
     match = _TEXT.fullmatch(text)

@@ -12,7 +12,7 @@ from remap.errors import AccessError, InvalidValueError, RemapError
 from remap.lifetime import tell, undo, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
-from remap.sizes import Size, format_size, parse_size
+from remap.sizes import Size, format_size, parse_offset
 from remap.streams import Queue, StreamLike, as_stream
 from remap.types import Access, Location
 
@@ -87,7 +87,7 @@ class Span(Range):
         import numpy as np
 
         kind = np.dtype(dtype)
-        offset = _bytes(offset, "offset")
+        offset = parse_offset(offset)
         if shape is None:
             if not kind.itemsize:
                 raise InvalidValueError(
@@ -120,8 +120,8 @@ class Span(Range):
                 "arrays, and array().copy_from the arrays of other libraries"
             )
         if size is None:
-            left = source.size - _bytes(source_offset, "source_offset")
-            size = min(self._size - _bytes(offset, "offset"), left)
+            left = source.size - parse_offset(source_offset, "source_offset")
+            size = min(self._size - parse_offset(offset), left)
         offset, size = self._part("copy_from", offset, size)
         source_offset, _ = source._part("copy_from", source_offset, size)
         parts = {"part": (offset, size), "source_part": (source_offset, size)}
@@ -158,8 +158,8 @@ class Span(Range):
         nothing that a C function takes.
         """
         self._check()
-        offset = _bytes(offset, "offset")
-        size = self._size - offset if size is None else _bytes(size, "size")
+        offset = parse_offset(offset)
+        size = self._size - offset if size is None else parse_offset(size, "size")
         if offset < 0 or size < 0 or offset + size > self._reach:
             raise InvalidValueError(
                 f"{asked} of {format_size(size)} from offset {offset}",
@@ -259,11 +259,6 @@ class Span(Range):
             )
         # A device before the CPU: it copies faster, and in the order of a stream.
         return next((place for place in fitting if place.is_device), fitting[0])
-
-
-def _bytes(value: Size, what: str) -> int:
-    """Return a number of bytes; one below 0 is left to the check of bounds, which says what there is."""
-    return parse_size(value, what) if isinstance(value, str) else operator.index(value)
 
 
 def host_array(value: Any, asked: str, *, writable: bool) -> NDArray[Any]:

@@ -7,7 +7,7 @@ import pytest
 import remap
 from remap.errors import InvalidValueError
 from remap.testing.children import run_in_child
-from remap.testing.typed import advice_with_hmm, advice_without_hmm
+from remap.testing.typed import advice_with
 
 
 def test_large_arrays() -> None:
@@ -40,7 +40,7 @@ def test_where_devices_reach_host_memory(size: str, options: dict[str, bool]) ->
 
 def test_without_hmm() -> None:
     """A device without HMM gets the next best, and is told what it lacks."""
-    small, prototype = run_in_child(advice_without_hmm)
+    small, prototype = run_in_child(advice_with, False)
     assert small.memory == "pinned memory"
     assert prototype.memory == "managed memory"
     assert "made for them" in small.instead_of
@@ -49,7 +49,7 @@ def test_without_hmm() -> None:
 
 def test_with_hmm() -> None:
     """A host driver that was told to have HMM is advised to use it."""
-    for advice in run_in_child(advice_with_hmm):
+    for advice in run_in_child(advice_with, True):
         assert advice.memory.startswith("HMM")
         assert not advice.instead_of
 

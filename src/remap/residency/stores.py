@@ -58,12 +58,7 @@ class Asleep:
 
     def drop(self, keep_host: bool = False) -> None:
         """Give the backup back. Dropping it again does nothing."""
-        extent, self.extent = self.extent, None
-        file, self.file = self.file, None
-        if extent is not None:
-            extent.pool.give(extent, keep_host)
-        if file is not None:
-            file.close()
+        drop_all((self,), keep_host)
 
     def memory(self, size: int) -> mmap.mmap | int:
         """Return the backup as memory, by its address or as a mapped file; raises where nothing was kept."""

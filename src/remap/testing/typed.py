@@ -40,12 +40,7 @@ def _pass(opened: threading.Event) -> None:
     assert opened.wait(LIMIT), "nobody opened the gate"
 
 
-def advice_without_hmm(hmm: bool = False) -> tuple[remap.Advice, remap.Advice]:
-    """Return the advice for small configuration and for a prototype on a host driver without HMM."""
+def advice_with(hmm: bool) -> tuple[remap.Advice, remap.Advice]:
+    """Return the advice for small configuration and for a prototype on a host driver with or without HMM."""
     remap.use("host", capabilities={"hmm": hmm})
     return remap.advise(100, read_only=True), remap.advise("1GiB", prototype=True)
-
-
-def advice_with_hmm() -> tuple[remap.Advice, remap.Advice]:
-    """Return the same for a host driver that has it."""
-    return advice_without_hmm(hmm=True)

@@ -52,7 +52,7 @@ class Devices:
         elif name == "compression":
             supported = options.compression
         elif name == "hmm":
-            supported = options.capabilities.get("hmm", False)
+            supported = options.capabilities.get(name, False)  # it alone can be switched on
         elif name == "multicast" and (off := switched_off()):
             return Capability(name, False, off)
         chosen = options.capabilities.get(name, supported)
