@@ -156,13 +156,23 @@ if TYPE_CHECKING:
     from remap.types import HostNuma as HostNuma
     from remap.types import Location as Location
     from remap.types import MemoryInfo as MemoryInfo
+    from remap.types import MemoryType as MemoryType
 
     driver = current
 
 # name: (module, name there)
 _ROOMS: dict[str, tuple[str, ...]] = {
     "sizes": ("KiB", "MiB", "GiB", "TiB"),
-    "types": ("Access", "Capability", "HandleType", "Host", "HostNuma", "Location", "MemoryInfo"),
+    "types": (
+        "Access",
+        "Capability",
+        "HandleType",
+        "Host",
+        "HostNuma",
+        "Location",
+        "MemoryInfo",
+        "MemoryType",
+    ),
     "errors": (
         "AccessError",
         "AlignmentError",

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, SupportsIndex, TypeAlias
 
 from remap import drivers
+from remap.drivers.memory_types import probe
 from remap.drivers.protocol import Driver
 from remap.errors import InvalidValueError, OutOfMemoryError, not_supported
 from remap.sizes import counted, format_size
@@ -22,9 +23,12 @@ from remap.types import (
     Grants,
     Granularity,
     HandleType,
+    Host,
+    HostNuma,
     Location,
     LocationKind,
     MemoryInfo,
+    MemoryType,
 )
 
 
@@ -73,6 +77,17 @@ class Device:
         if not found:
             asked = f"{capability} on {self}"
             raise not_supported("cuDeviceGetAttribute", asked, found.reason, capability=capability)
+
+    def memory_types(self) -> tuple[MemoryType, ...]:
+        """Return every combination of place, shareable handle, compression and RDMA, each tried and not assumed (B7).
+
+        The places are this device, the host, and the host's NUMA node beside the device if there is one. Each try
+        takes one granule of memory there for a moment; where none is free, that is the reason.
+        """
+        node = self.properties.numa_node
+        places = (self.location, Host(), *(() if node is None else (HostNuma(node),)))
+        with self.current():
+            return tuple(probe(self._driver, places, self.capabilities))
 
     def memory(self) -> MemoryInfo:
         """Return free and total memory in bytes, machine-wide, at this moment. (cuMemGetInfo)"""

@@ -195,6 +195,31 @@ class Capability:
         return self.supported
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryType:
+    """One combination of place, shareable handle, compression and RDMA: whether such memory can be had, or why not.
+
+    True as a condition where it can.
+    """
+
+    asked: AllocationProperties
+    """What was asked for; it names one kind of shareable handle, or none."""
+
+    supported: bool
+    reason: str = ""
+    """Why it cannot be had, empty where it can."""
+
+    def __bool__(self) -> bool:
+        """Tell whether such memory can be had, as asked."""
+        return self.supported
+
+    def __str__(self) -> str:
+        """Return what it is in words, such as `compressible, shared by posix_fd, on device 0`."""
+        words = ["compressible"] * self.asked.compressible + ["for RDMA"] * self.asked.rdma
+        words += [f"shared by {kind}" for kind in sorted(self.asked.handle_types)]
+        return ", ".join([*(words or ["plain"]), f"on {self.asked.location}"])
+
+
 CAPABILITIES = (
     "vmm",
     "posix_fd",

@@ -32,6 +32,22 @@ def test_every_capability_has_a_reason_and_a_cure(found: dict[str, Any]) -> None
             assert state["supported"] or (state["reason"] and state["cure"])
 
 
+def test_memory_types_are_told(found: dict[str, Any]) -> None:
+    """Each device tells every combination of place, handle, compression and RDMA, and why one cannot be had (B7)."""
+    for one, device in zip(found["drivers"][0]["devices"], remap.devices(), strict=True):
+        here = device.memory_types()
+        assert [told["supported"] for told in one["memory_types"]] == [bool(each) for each in here]
+        assert all(told["supported"] or told["reason"] for told in one["memory_types"])
+        assert one["memory_types"][0] == {
+            "at": "device",
+            "shareable": None,
+            "compressible": False,
+            "rdma": False,
+            "supported": True,
+            "reason": "",
+        }
+
+
 @pytest.mark.parametrize("driver", ["host", "cuda"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_there_is_a_cure_for_everything(driver: str, capability: str) -> None:

@@ -62,6 +62,19 @@ def _device(one: Device) -> dict[str, Any]:
             name: {"supported": found.supported, "reason": found.reason}
             for name, found in one.capabilities.items()
         },
+        "memory_types": [_memory_type(found) for found in one.memory_types()],
+    }
+
+
+def _memory_type(found: remap.MemoryType) -> dict[str, Any]:
+    asked = found.asked
+    return {
+        "at": "device" if asked.location.is_device else str(asked.location),
+        "shareable": next(iter(asked.handle_types), None),
+        "compressible": asked.compressible,
+        "rdma": asked.rdma,
+        "supported": found.supported,
+        "reason": found.reason,
     }
 
 

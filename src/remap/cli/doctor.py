@@ -93,6 +93,7 @@ def _report(all_found: dict[str, Any]) -> None:
             for name, found in device["capabilities"].items():
                 if not found["supported"]:
                     report.step("", _with_cure(f"no {name}: {found['reason']}", found["cure"]))
+            report.step("", _memory_types(device["memory_types"]))
         for rate in one["bandwidth"]:
             report.step(
                 "", f"device {rate['device']}, {rate['name']}: {rate['gigabytes_per_second']:.1f} GB/s"
@@ -127,6 +128,21 @@ def _alike(devices: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def _reach(device: dict[str, Any]) -> str:
     peers = ", ".join(map(str, device["peers"]))
     return f"{device['index']} reaches {peers or 'no peer'}"
+
+
+def _memory_types(types: list[dict[str, Any]]) -> list[str]:
+    """Return which combinations of place, handle, compression and RDMA there are, a line for each place."""
+    lines: list[str] = []
+    for place in dict.fromkeys(str(one["at"]) for one in types):
+        here = [_memory_type(one) for one in types if one["at"] == place and one["supported"]]
+        lines.append(f"memory at {'the device' if place == 'device' else place}: {', '.join(here) or 'none'}")
+    refused = sum(not one["supported"] for one in types)
+    return [*lines, f"{refused} of {len(types)} combinations were refused; --json says why"]
+
+
+def _memory_type(one: dict[str, Any]) -> str:
+    words = [word for word, on in (("compressible", one["compressible"]), ("RDMA", one["rdma"])) if on]
+    return " + ".join([*(words or ["plain"]), *([one["shareable"]] if one["shareable"] else [])])
 
 
 def _with_cure(text: str, cure: str) -> list[str]:
