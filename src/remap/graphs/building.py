@@ -49,6 +49,7 @@ class Nodes:
         self._failures = failures
         self._order = Ancestry()
         self._nodes: list[Node | None] = []
+        self._gone = 0  # how many of those were removed
         self._keeps: list[object] = []
 
     def _check(self) -> None:
@@ -61,7 +62,7 @@ class Nodes:
 
     def __len__(self) -> int:
         """Return how many nodes there are."""
-        return len(self.nodes)
+        return len(self._nodes) - self._gone
 
     # -- memory --
 

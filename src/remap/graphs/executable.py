@@ -63,10 +63,11 @@ class Executable(Resource):
         allocations = [node for node in self._nodes if isinstance(node, Allocation)]
         # What each launch leaves allocated, what it frees of other graphs', and what it uses of theirs.
         self._left = tuple(one for one in allocations if one.freed is None)
-        others = _distinct(one for one in kept if isinstance(one, Allocation) and one not in allocations)
-        frees = [node for node in self._nodes if node.kind is NodeKind.FREE]
+        own = set(allocations)
+        others = _distinct(one for one in kept if isinstance(one, Allocation) and one not in own)
+        freed = {id(one) for node in self._nodes if node.kind is NodeKind.FREE for one in node._keeps}
         self._foreign = tuple(others)
-        self._ends = tuple(one for one in others if any(one in node._keeps for node in frees))
+        self._ends = tuple(one for one in others if id(one) in freed)
         self._latest: Repeat | None = None
         if any(isinstance(one, HostCall) for one in kept) or any(
             node.kind is NodeKind.HOST for node in self._nodes

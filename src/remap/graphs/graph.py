@@ -101,6 +101,7 @@ class Graph(Resource, Nodes):
             self._driver.graph_remove(self._handle, node._handle)
         self._order.remove(node.number)
         self._nodes[node.number] = None
+        self._gone += 1
         for other in self.nodes:
             other.after = tuple(one for one in other.after if one is not node)
 

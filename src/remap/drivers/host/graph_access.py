@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from sortedcontainers import SortedDict
 
 from remap.drivers.host.copies import Spans
 from remap.drivers.host.graph_heap import Allocation
@@ -38,12 +38,16 @@ class GraphAccess:
         self._machine = machine
         self._spans = spans
 
-    def check(self, call: str, device: int, end: Access, allocations: Iterable[Allocation]) -> None:
-        """Raise INVALID_VALUE for memory that is neither there nor allocated by a node. The caller holds the lock."""
+    def check(self, call: str, device: int, end: Access, allocations: SortedDict[int, Allocation]) -> None:
+        """Raise INVALID_VALUE for memory that is neither there nor allocated by a node. The caller holds the lock.
+
+        `allocations` are by address; those of one graph may lie on each other. Which one is meant is nearly always the
+        nearest that begins before the end's address, so they are looked at from there on.
+        """
         rule = self._rule(device, end, None)
         if rule and not any(
-            one.address <= end.address and end.address + end.size <= one.address + one.size
-            for one in allocations
+            end.address + end.size <= base + allocations[base].size
+            for base in allocations.irange(maximum=end.address, reverse=True)
         ):
             raise invalid(call, str(end), rule)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sortedcontainers import SortedDict
+
 from remap.drivers.graph_powers import NodeInfo, NodeKind
 from remap.drivers.host import linux
 from remap.drivers.host.contexts import Contexts
@@ -39,7 +41,7 @@ class Graphs:
         self._access = access
         self._memory = memory
         self._graphs: dict[int, Graph] = {}
-        self._allocations: dict[int, Allocation] = {}  # the newest at each address
+        self._allocations: SortedDict[int, Allocation] = SortedDict()  # the newest at each address
 
     # -- graphs --
 
@@ -185,7 +187,7 @@ class Graphs:
         device = self._contexts.device(call)
         with self._machine.lock:
             for end in ends:
-                self._access.check(call, device, end, self._allocations.values())
+                self._access.check(call, device, end, self._allocations)
         touches = [Touched(end.address, end.size, end.writes) for end in ends]
 
         def action(run: Run) -> None:
@@ -263,7 +265,9 @@ class Graphs:
             if graph.conditional:
                 raise not_supported(call, "a free node in the body of a conditional node", _IN_BODY)
             numbers = graph.numbers_of(call, after)
-            own = [one for one in graph.allocations.get(address, ()) if one.freed_by < 0]
+            # Earlier ones at this address are freed, or the latest would not have got it.
+            latest = graph.allocations.get(address, [])[-1:]
+            own = [one for one in latest if one.freed_by < 0]
             found = own[0] if own else self._allocations.get(address)
             if found is None:
                 raise invalid(call, f"address {address:#x}", "no allocation node has returned it")
