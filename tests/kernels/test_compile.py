@@ -97,6 +97,36 @@ def test_a_failure_carries_the_log_with_file_and_line() -> None:
     assert "nowhere" in str(caught.value)
 
 
+def test_source_is_text_or_what_source_made_of_it() -> None:
+    """The name of a file and compiled code are refused, with what to pass instead."""
+    made = kernels.compile(kernels.source(SOURCE, name="mine.cu"), arch="sm_80")
+    assert made.name == "mine.cu"
+    assert made.entries == kernels.compile(SOURCE, arch="sm_80").entries
+    with pytest.raises(CompileError, match="compiled already"):
+        kernels.compile(made, arch="sm_80")
+    with pytest.raises(CompileError, match=r"name of a file.*read_text"):
+        kernels.compile("mine.cu", arch="sm_80")
+
+
+def test_source_tells_the_parameters_that_the_compiler_gives() -> None:
+    """What is read off a declaration is what the compiled code has; what is not plain is left open."""
+    text = """
+        typedef unsigned long mine;
+        struct pair { float a; double b; };
+        extern "C" __global__ void k(float *a, const int *__restrict__ b, void *c, const double d[], float e, double f,
+            int g, unsigned h, const unsigned long long i, long j, short k, unsigned char l, bool m, size_t n, int64_t,
+            uint16_t p, char, mine q, pair r, const float) {}
+    """
+    text = text.replace("int64_t", "long long").replace("uint16_t", "unsigned short int")
+    (read,) = kernels.source(text).entries or ()
+    (compiled,) = kernels.compile(text, arch="compute_80").entries or ()
+    assert read.parameters is not None
+    assert compiled.parameters is not None
+    pairs = list(zip(read.parameters, compiled.parameters, strict=True))
+    assert [one for one, other in pairs if one.size and one != other] == []
+    assert [number for number, (one, _) in enumerate(pairs) if not one.size] == [17, 18]
+
+
 @pytest.mark.parametrize(
     ("arch", "why"),
     [("sm_33", "NVRTC [0-9.]+ knows"), ("hopper", 'an architecture is "sm_90"'), ([], "at least one")],

@@ -214,6 +214,7 @@ def test_wrong_arguments_are_refused_before_the_launch(
         (a, b, c, 1.0),
         (a, b, c, np.int32(N)),
         (a, b, "text", N),
+        (a, b, c, 1 << 70),
     ):
         with pytest.raises(LaunchError, match="vector_add"):
             kernel.launch(*arguments, **SHAPE)

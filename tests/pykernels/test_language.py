@@ -460,7 +460,7 @@ def test_wrong_arguments(place: Any) -> None:
     x, out = place(8, "float32"), place(8, "float32")
     for arguments, told in (
         ((x,), "it has 2 parameters: x, out"),
-        ((x, 3), "argument 'out': an array is wanted, and this is a int"),
+        ((x, 3), "argument 'out': an array is wanted, and this is an int"),
         ((x.owner, out), "argument 'x': a buffer has bytes"),
         ((np.zeros((4, 4))[:, 1], out), "one after the other"),
         ((place(8, "float16"), out), "float16"),

@@ -75,12 +75,7 @@ def view_of(value: Any, asked: str, name: str, stream: StreamLike | None) -> Vie
             f"{asked}, argument {name!r}", rule=rule, next_step="Pass buffer.array(dtype, shape)"
         )
     if not is_array(value):
-        rule = f"an array is wanted, and this is a {type(value).__name__}"
-        raise LaunchError(
-            f"{asked}, argument {name!r}",
-            rule=rule,
-            next_step="Pass a DeviceBuffer, or buffer.array(dtype, shape)",
-        )
+        raise _no_array(f"{asked}, argument {name!r}", value)
     try:
         found = as_array(value, stream=stream)
     except (InvalidValueError, TypeError) as error:
@@ -123,10 +118,20 @@ def parameter_types(source: Source, arguments: tuple[Any, ...]) -> dict[str, Typ
     return found
 
 
+def _no_array(what: str, value: object) -> LaunchError:
+    kind = type(value).__name__
+    return LaunchError(
+        what,
+        rule=f"an array is wanted, and this is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}",
+        next_step="Pass its array(dtype, shape)"  # what a graph allocates, say
+        if hasattr(value, "array")
+        else "Pass a DeviceBuffer, or buffer.array(dtype, shape)",
+    )
+
+
 def _array(what: str, value: Any, kind: str, wanted: np.dtype[Any] | None) -> Array:
     if not is_array(value):
-        rule = f"an array is wanted, and this is a {type(value).__name__}"
-        raise LaunchError(what, rule=rule, next_step="Pass a DeviceBuffer, or buffer.array(dtype, shape)")
+        raise _no_array(what, value)
     view: Any = (
         value
         if is_numpy(value, np.ndarray)

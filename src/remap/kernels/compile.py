@@ -12,7 +12,7 @@ from remap.kernels.image import Entry, Image, ImageKind
 
 
 def compile(
-    source: str,
+    source: str | Image,
     *,
     arch: str | Sequence[str] | None = None,
     debug: bool = False,
@@ -23,6 +23,7 @@ def compile(
 ) -> Image:
     """Compile CUDA C++ source and return the image: a cubin or PTX for one architecture, a fatbin for several.
 
+    `source` is text, or what `remap.source` made of text: not the name of a file, which `remap.load` takes.
     `arch` is one or several of `"sm_90"` (machine code) and `"compute_90"` (PTX, which the driver compiles for that
     capability or newer); without it, the code is for the devices of the CUDA driver. `debug` keeps what a debugger
     needs and turns optimisation off; `lineinfo` keeps the source lines for profilers. `options` go to NVRTC as
@@ -31,6 +32,13 @@ def compile(
 
     Works without a driver if `arch` is given. Raises `CompileError` with the compiler's log. Source: NVRTC, nvFatbin.
     """
+    if isinstance(source, Image):
+        if source.kind is not ImageKind.SOURCE:
+            raise CompileError(f"compile {source.name}", rule=f"it is a {source.kind}, and compiled already")
+        source, name = source.data.decode(), source.name
+    elif source.endswith((".cu", ".cuh", ".cpp")):
+        rule = "this is the name of a file, and the text of one is wanted"
+        raise CompileError(f"compile {source!r}", rule=rule, next_step="Pass Path(name).read_text()")
     chosen = _architectures(arch)
     flags = [*options]
     # Debug code has its lines anyway, and the assembler warns of the pair.

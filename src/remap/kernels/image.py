@@ -132,7 +132,7 @@ def source(text: str, *, name: str = "kernel.cu") -> Image:
     or for several architectures.
     """
     entries = tuple(
-        Entry(match["name"], tuple(Parameter(0) for _ in _split(match["parameters"])))
+        Entry(match["name"], tuple(map(_declared, _split(match["parameters"]))))
         for match in _GLOBAL.finditer(_COMMENT.sub(" ", text))
     )
     return Image(ImageKind.SOURCE, text.encode(), (), name, entries)
@@ -183,6 +183,31 @@ def _split(parameters: str) -> list[str]:
     while (shorter := re.sub(r"<[^<>]*>", "", parameters)) != parameters:
         parameters = shorter
     return [one for one in parameters.split(",") if one.strip() not in ("", "void")]
+
+
+_QUALIFIERS = {"const", "volatile", "__restrict__", "__grid_constant__", "struct", "std", ":"}
+_WHOLE = {"unsigned", "signed", "int", "long", "short", "char", "bool", "size_t", "ptrdiff_t"}
+_SIZED = re.compile(r"u?int(8|16|32|64)_t")
+_SIZES = {"long": 8, "size_t": 8, "ptrdiff_t": 8, "short": 2, "char": 1, "bool": 1}
+
+
+def _declared(text: str) -> Parameter:
+    """Return a parameter as C++ declares it: pointers and plain numbers have a size, all else is not known here."""
+    words = [one for one in re.findall(r"\w+|\S", text.partition("=")[0]) if one not in _QUALIFIERS]
+    if "&" in words:
+        return Parameter(0)
+    if "*" in words or "[" in words:
+        return Parameter(8, ParameterType.INTEGER)
+    named = len(words) > 1 and words[-1] not in _WHOLE
+    kinds = {*(words[:-1] if named else words)}
+    if kinds in ({"float"}, {"double"}):
+        return Parameter(4 if kinds == {"float"} else 8, ParameterType.FLOAT)
+    if kinds <= _WHOLE:
+        return Parameter(
+            next((size for one, size in _SIZES.items() if one in kinds), 4), ParameterType.INTEGER
+        )
+    sized = _SIZED.fullmatch(*kinds) if len(kinds) == 1 else None
+    return Parameter(int(sized[1]) // 8, ParameterType.INTEGER) if sized else Parameter(0)
 
 
 # -- PTX --

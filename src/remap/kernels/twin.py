@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -111,4 +112,5 @@ def _line_of(twin: Twin, error: BaseException) -> str:
 
 
 def _count(shape: int | Sequence[int]) -> int:
-    return shape if isinstance(shape, int) else math.prod(shape)
+    extents = shape if isinstance(shape, Sequence) else (shape,)
+    return math.prod(map(operator.index, extents))
