@@ -1,4 +1,4 @@
-"""Each thread writes its own element: the index that proves it, and everything that would break the proof."""
+"""Each thread writes its own element: the index that proves it, and everything that would break the proof (D5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory, barriers, atomics and aliases: right results, and what the host driver finds and a GPU does not."""
+"""Shared memory, barriers, atomics, aliases: right results, and what the host driver finds and a GPU does not (D6)."""
 
 from __future__ import annotations
 
