@@ -231,6 +231,7 @@ def test_ordered_wake(torch: Any, machine: Any) -> None:
         for one, two in ((weights[2], kept[2]), (weights[0], kept[0])):
             arriving.wait_for(one)
             assert torch.equal(one, two)
+    assert arriving.result == arriving.waking.result
     assert torch.equal(weights[1], kept[1])
     machine.sleep("weights")
     machine.wake("weights")

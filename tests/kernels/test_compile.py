@@ -118,11 +118,12 @@ def test_source_tells_the_parameters_that_the_compiler_gives() -> None:
             uint16_t p, char, mine q, pair r, const float) {}
     """
     text = text.replace("int64_t", "long long").replace("uint16_t", "unsigned short int")
-    (read,) = kernels.source(text).entries or ()
-    (compiled,) = kernels.compile(text, arch="compute_80").entries or ()
-    assert read.parameters is not None
-    assert compiled.parameters is not None
-    pairs = list(zip(read.parameters, compiled.parameters, strict=True))
+    read, compiled = kernels.source(text), kernels.compile(text, arch="compute_80")
+    pairs = [
+        pair
+        for one, other in zip(read.entries or (), compiled.entries or (), strict=True)
+        for pair in zip(one.parameters or (), other.parameters or (), strict=True)
+    ]
     assert [one for one, other in pairs if one.size and one != other] == []
     assert [number for number, (one, _) in enumerate(pairs) if not one.size] == [17, 18]
 

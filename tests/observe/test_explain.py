@@ -65,6 +65,21 @@ def test_a_wrong_name_gets_the_nearest() -> None:
         find("PauseError")
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("CUDA_ERROR_OUT_OF_MEMORY", "OutOfMemoryError"),
+        ("2", "OutOfMemoryError"),
+        ("cuda_error_illegal_address", "IllegalAddressError"),
+        ("719", "ContextLostError"),
+        ("CUDA_ERROR_INVALID_VALUE", "DriverError"),
+    ],
+)
+def test_what_stands_at_the_end_of_a_message_finds_the_error(asked: str, found: str) -> None:
+    """CUDA's name of a result, and its number, lead to the error that remap raises for it."""
+    assert find(asked).name == found
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`remap explain` lists all errors; with one it shows program, message, cause and cure."""
     monkeypatch.setenv("COLUMNS", "100")

@@ -179,6 +179,11 @@ class Arriving:
         """Wait until everything has arrived, and return what was done."""
         return self.waking.wait()
 
+    @property
+    def result(self) -> Moved:
+        """What was done; until everything has arrived, the figures of this moment."""
+        return self.waking.result
+
     def __enter__(self) -> Self:
         """Return itself."""
         return self

@@ -35,7 +35,7 @@ def compile(
     if isinstance(source, Image):
         if source.kind is not ImageKind.SOURCE:
             raise CompileError(f"compile {source.name}", rule=f"it is a {source.kind}, and compiled already")
-        source, name = source.data.decode(), source.name
+        name, source = source.name, source.data.decode()
     elif source.endswith((".cu", ".cuh", ".cpp")):
         rule = "this is the name of a file, and the text of one is wanted"
         raise CompileError(f"compile {source!r}", rule=rule, next_step="Pass Path(name).read_text()")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from remap.errors import InvalidValueError
+from remap.errors import CudaResult, InvalidValueError, driver_error
 from remap.observe.mistake import Mistake
 
 _ALL = (
@@ -392,9 +392,16 @@ MISTAKES = {one.name: one for one in _ALL}
 
 
 def find(name: str) -> Mistake:
-    """Return the mistake of an error by its name, in any case and with or without `Error`."""
+    """Return the mistake of an error by its name, in any case and with or without `Error`, or by that of CUDA's result.
+
+    Messages have CUDA's name and number at their end; a result is raised as one and the same error by every call but
+    that which reserves addresses.
+    """
     known = {key.lower(): one for key, one in MISTAKES.items()}
     asked = name.lower().removeprefix("remap.")
+    results = {key: one for one in CudaResult for key in (f"cuda_error_{one.name.lower()}", str(int(one)))}
+    if asked in results:
+        asked = type(driver_error("", results[asked])).__name__.lower()
     found = known.get(asked) or known.get(f"{asked}error")
     if found is None:
         near = get_close_matches(asked, known, n=1, cutoff=0.5)

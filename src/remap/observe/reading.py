@@ -49,6 +49,10 @@ class Fields:
         self._values: dict[Any, Any] = values
         self.what = what
 
+    def says(self, name: str, text: str) -> bool:
+        """Tell whether a field is there and is this text."""
+        return self._values.get(name) == text
+
     def text(self, name: str) -> str:
         """Return a text of bounded length."""
         return check_text(self._values.get(name), f"{self.what}: {name}")

@@ -75,8 +75,12 @@ def as_values(snapshot: Snapshot) -> dict[str, Any]:
 def from_json(text: str) -> Snapshot:
     """Return the snapshot that JSON text holds; raises `InvalidValueError` naming what is wrong with it."""
     fields = Fields(parse_json(text, "a snapshot"), "a snapshot")
-    if fields.text("format") != FORMAT:
-        raise InvalidValueError("a snapshot", rule=f"the file is not of the format {FORMAT!r}")
+    if not fields.says("format", FORMAT):
+        raise InvalidValueError(
+            "a snapshot",
+            rule=f"the file is not of the format {FORMAT!r}",
+            next_step="remap.snapshot().save(path) writes one; a trace is read by: remap trace FILE",
+        )
     version = fields.number("version")
     if version != VERSION:
         raise InvalidValueError(

@@ -176,6 +176,15 @@ def _totals(snapshot: Snapshot, width: int) -> Iterator[Text]:
                 width,
             )
     total = sum(share.footprint for share in shares.values())
+    theirs = {
+        piece.memory: piece.size
+        for item in snapshot.items
+        for piece in item.pieces
+        if piece.source == "foreign"
+    }
+    if theirs:
+        size = format_size(sum(theirs.values()))
+        yield from _wrapped(f"imported: {size}, counted where it was made", width)
     kept = f"; backups take {format_size(snapshot.kept)} of host memory" if snapshot.kept else ""
     yield from _wrapped(
         f"all: {counted(len(snapshot.items), 'object')}, footprint {format_size(total)}{kept}", width
