@@ -241,6 +241,12 @@ def devices() -> tuple[Device, ...]:
     return tuple(device(index) for index in range(drivers.current().device_count()))
 
 
+def known_devices() -> tuple[Device, ...]:
+    """Return the devices of the current driver that were asked for so far; asks the driver nothing."""
+    driver = drivers.opened()
+    return () if driver is None else tuple(_Known.of(driver).by_index.values())
+
+
 def location(where: LocationLike) -> Location:
     """Return `where` as a location, checking that a device of that number exists."""
     if isinstance(where, Location):

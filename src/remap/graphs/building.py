@@ -93,7 +93,7 @@ class Nodes:
         try:
             with self.device.current():
                 handle, address = self._driver.graph_add_allocate(
-                    self._handle, _handles(behind), index, number, others
+                    self._handle, handles_of(behind), index, number, others
                 )
         except OutOfMemoryError as error:
             asked = f"{format_size(number)} in a graph of {self.device}"
@@ -133,7 +133,7 @@ class Nodes:
                     next_step="Name the users: after=[…]",
                 )
         with self.device.current():
-            handle = self._driver.graph_add_free(self._handle, _handles(behind), allocation.address)
+            handle = self._driver.graph_add_free(self._handle, handles_of(behind), allocation.address)
         detail = f"{format_size(allocation.size)} at {allocation.address:#x}"
         node = self._add(handle, NodeKind.FREE, behind, detail, keeps=[allocation])
         if own:
@@ -175,7 +175,7 @@ class Nodes:
                 for stream in packed.streams:  # what another library still writes to its array
                     self._driver.synchronize_stream(stream)
                 handle = self._driver.graph_add_kernel(
-                    self._handle, _handles(behind), prepared.function, prepared.config, packed, touches
+                    self._handle, handles_of(behind), prepared.function, prepared.config, packed, touches
                 )
             keeps = [prepared.module, kernel, *arguments, *packed.spans]
         finally:
@@ -206,7 +206,7 @@ class Nodes:
         self._check_ends("a copy", ends, size, behind)
         with self.device.current():
             handle = self._driver.graph_add_copy(
-                self._handle, _handles(behind), ends[0].address, ends[1].address, size, host
+                self._handle, handles_of(behind), ends[0].address, ends[1].address, size, host
             )
         detail = f"{format_size(size)} {ends[1].address:#x} to {ends[0].address:#x}"
         return self._add(handle, NodeKind.COPY, behind, detail, keeps=[target, source], uses=_used(ends))
@@ -233,7 +233,9 @@ class Nodes:
         size = end.size if size is None else parse_size(size)
         self._check_ends("a fill", (end,), size, behind)
         with self.device.current():
-            handle = self._driver.graph_add_fill(self._handle, _handles(behind), end.address, value, 1, size)
+            handle = self._driver.graph_add_fill(
+                self._handle, handles_of(behind), end.address, value, 1, size
+            )
         detail = f"{format_size(size)} at {end.address:#x} with {value}"
         return self._add(handle, NodeKind.FILL, behind, detail, keeps=[target], uses=_used((end,)))
 
@@ -245,7 +247,7 @@ class Nodes:
         behind = self._behind("a host function", after)
         call = HostCall(function, arguments, self._failures)
         with self.device.current():
-            handle = self._driver.graph_add_host(self._handle, _handles(behind), call)
+            handle = self._driver.graph_add_host(self._handle, handles_of(behind), call)
         name = str(getattr(function, "__qualname__", type(function).__name__))
         return self._add(handle, NodeKind.HOST, behind, name, keeps=[call])
 
@@ -253,7 +255,7 @@ class Nodes:
         """Add a node that does nothing: what comes after it comes after all those. Source: cuGraphAddEmptyNode."""
         behind = self._behind("a node", after)
         with self.device.current():
-            handle = self._driver.graph_add_empty(self._handle, _handles(behind))
+            handle = self._driver.graph_add_empty(self._handle, handles_of(behind))
         return self._add(handle, NodeKind.EMPTY, behind)
 
     # -- order --
@@ -394,5 +396,6 @@ def _known(argument: object) -> bool:
     return isinstance(argument, (Span, Allocation, GraphArray, *_NUMBERS))
 
 
-def _handles(nodes: Sequence[Node]) -> list[int]:
+def handles_of(nodes: Sequence[Node]) -> list[int]:
+    """Return the driver's handles of nodes."""
     return [node._handle for node in nodes]

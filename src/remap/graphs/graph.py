@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from remap.drivers.graph_powers import NodeInfo, NodeKind, SupportsGraphMemory, SupportsGraphs
 from remap.errors import InvalidValueError, NotSupportedError, not_supported
-from remap.graphs.building import Nodes, _handles
+from remap.graphs.building import Nodes, handles_of
 from remap.graphs.executable import Executable
 from remap.graphs.nodes import Allocation, Condition, Node, missing
 from remap.lifetime import Description, Release, Resource, drain, queued
@@ -232,7 +232,7 @@ def _child(nodes: Nodes, graph: Graph, after: Iterable[Node]) -> Node:
         rule = "the driver does not copy a graph with memory nodes into another"
         raise _forbidden(f"{graph.describe()} as a child", rule)
     with nodes.device.current():
-        handle = nodes._driver.graph_add_child(nodes._handle, _handles(behind), graph._handle)
+        handle = nodes._driver.graph_add_child(nodes._handle, handles_of(behind), graph._handle)
     detail = f"graph {graph.serial}, {len(graph)} nodes"
     return nodes._add(handle, NodeKind.CHILD, behind, detail, keeps=graph.kept())
 
@@ -243,7 +243,7 @@ def _conditional(
     behind = nodes._behind("a conditional node", after)
     with nodes.device.current():
         handle, body = nodes._driver.graph_add_conditional(
-            nodes._handle, _handles(behind), int(condition.value), loop
+            nodes._handle, handles_of(behind), int(condition.value), loop
         )
     detail = "repeats its body while" if loop else "runs its body if"
     return nodes._add(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from remap import lifetime
 from remap.lifetime import Resource
-from remap.observe.snapshot import Item, _item
+from remap.observe.snapshot import Item, item_of
 from remap.sites import sites
 from remap.sizes import counted, format_size
 from remap.types import Location
@@ -67,7 +67,7 @@ def leaks(since: Iterable[int] | Leaks | None = None) -> Leaks:
     lifetime.collect()
     known = {item.serial for item in since.items} if isinstance(since, Leaks) else set(since or ())
     numbers: dict[object, int] = {}
-    return Leaks(tuple(_item(thing, numbers) for thing in lifetime.live() if thing.serial not in known))
+    return Leaks(tuple(item_of(thing, numbers) for thing in lifetime.live() if thing.serial not in known))
 
 
 @contextmanager

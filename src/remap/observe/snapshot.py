@@ -266,7 +266,7 @@ def snapshot() -> Snapshot:
     driver = drivers.current()
     numbers: dict[object, int] = {}
     with driver.lock:
-        items = tuple(_item(thing, numbers) for thing in lifetime.live())
+        items = tuple(item_of(thing, numbers) for thing in lifetime.live())
     return Snapshot(
         datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         os.getpid(),
@@ -300,7 +300,8 @@ def compare(earlier: Snapshot, later: Snapshot) -> Difference:
     )
 
 
-def _item(thing: Resource, numbers: dict[object, int]) -> Item:
+def item_of(thing: Resource, numbers: dict[object, int]) -> Item:
+    """Return what a live object says of itself; `numbers` has one for each memory, and grows."""
     said, facts = thing.describe(), thing._facts()
     pieces = tuple(_piece(held, numbers) for held in facts.held)
     return Item(

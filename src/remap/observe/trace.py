@@ -23,10 +23,10 @@ from remap.drivers.wrappers import Call
 from remap.errors import InUseError, InvalidValueError
 from remap.handles import PhysicalAllocation
 from remap.lifetime import Resource
-from remap.locations import _Known
+from remap.locations import known_devices
 from remap.observe.calls import CallRecord, taps
 from remap.observe.reading import FileLike
-from remap.observe.snapshot import Item, _item
+from remap.observe.snapshot import Item, item_of
 
 Note: TypeAlias = tuple[str, str, int, str, int, int]
 """What was noted of an object: what, its kind, its number, the operation, the time in ns, and the thread."""
@@ -75,11 +75,10 @@ class Trace:
         if self.driver is not None:
             numbers: dict[object, int] = {}
             living = lifetime.live()
-            self.before = tuple(_item(thing, numbers) for thing in living)
+            self.before = tuple(item_of(thing, numbers) for thing in living)
             self.handles = {one._handle: one.serial for one in living if isinstance(one, PhysicalAllocation)}
             # Not devices(), which would ask the driver while another trace listens.
-            known = _Known.of(self.driver).by_index.values()
-            self.contexts = {one._context: one.index for one in known if one._context}
+            self.contexts = {one._context: one.index for one in known_devices() if one._context}
             taps.add(self.driver)
         self._running = True
         lifetime.watchers.append(self._note)

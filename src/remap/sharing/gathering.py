@@ -15,7 +15,7 @@ from remap.sharing.agreement import Agreement
 from remap.sharing.channel import LONGEST_LIMIT, Fds
 from remap.sharing.descriptor import IDENTITY_BYTES, Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
-from remap.sharing.importing import _checked_place, _map_whole
+from remap.sharing.importing import checked_place, map_whole
 from remap.sharing.leases import lend
 from remap.sharing.multicast import MulticastObject, MulticastView
 from remap.sharing.settling import Plan
@@ -126,9 +126,9 @@ def _map_all(
             exported = _take(data, plan, stride)
             handle = _import(driver, exported)
             try:
-                place = _checked_place(driver, handle, exported.descriptor.chunks[0], exported.descriptor)
+                place = checked_place(driver, handle, exported.descriptor.chunks[0], exported.descriptor)
                 check_reach(driver, (plan.device.location,), (place,))
-                _map_whole(driver, at, stride, handle)
+                map_whole(driver, at, stride, handle)
                 rollback.undo(driver.unmap, at, stride)
             finally:
                 driver.release(handle)  # the mapping alone keeps it

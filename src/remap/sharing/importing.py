@@ -99,7 +99,7 @@ class ImportedBuffer(Buffer):
             for number, chunk in zip(numbers, shared.chunks, strict=True):
                 handle = driver.import_handle(number, shared.kind)
                 imported.append((handle, chunk))
-                place = _checked_place(driver, handle, chunk, shared)
+                place = checked_place(driver, handle, chunk, shared)
                 self._chunks.append(Chunk(0, chunk.size, place))
             places = tuple(dict.fromkeys(chunk.location for chunk in self._chunks))
             users = places if accessing is None else locations(accessing, "accessing")
@@ -110,7 +110,7 @@ class ImportedBuffer(Buffer):
             rollback.undo(driver.free_range, at, total)
             self._reserved, self._address = total, at + shared.offset
             for index, (handle, chunk) in enumerate(imported):
-                _map_whole(driver, at, chunk.size, handle)
+                map_whole(driver, at, chunk.size, handle)
                 rollback.undo(driver.unmap, at, chunk.size)
                 self._chunks[index] = self._chunks[index]._replace(address=at)
                 at += chunk.size
@@ -289,7 +289,7 @@ def _properties(descriptor: Descriptor, place: Location) -> AllocationProperties
     return AllocationProperties(place, frozenset({descriptor.kind}), descriptor.compressible, descriptor.rdma)
 
 
-def _checked_place(driver: Any, handle: int, chunk: SharedChunk, descriptor: Descriptor) -> Location:
+def checked_place(driver: Any, handle: int, chunk: SharedChunk, descriptor: Descriptor) -> Location:
     """Return the location that holds a chunk, by the driver's word; raises `DescriptorError` if the exporter lied.
 
     Devices are numbered by each process for itself (CUDA_VISIBLE_DEVICES), so there the driver's number is taken.
@@ -312,7 +312,8 @@ def _checked_place(driver: Any, handle: int, chunk: SharedChunk, descriptor: Des
     return found
 
 
-def _map_whole(driver: Any, address: int, size: int, handle: int) -> None:
+def map_whole(driver: Any, address: int, size: int, handle: int) -> None:
+    """Map an allocation of another process; raises `DescriptorError` if it has not the size that was claimed."""
     try:
         driver.map(address, size, handle)
     except DriverError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remap.drivers.cuda.bindings import cuda, failure
-from remap.drivers.cuda.graphs import _nodes
+from remap.drivers.cuda.graphs import node_array
 from remap.drivers.cuda.structures import access_descriptions, location_of
 from remap.drivers.graph_powers import CaptureMode, CaptureStatus, GraphFigures, HighMark
 from remap.errors import CudaResult
@@ -33,7 +33,7 @@ class GraphMemoryCalls:
         if others:
             params.accessDescs = access_descriptions(tuple((other, Access.READ_WRITE) for other in others))
             params.accessDescCount = len(others)
-        err, node = cuda.cuGraphAddMemAllocNode(graph, _nodes(after), len(after), params)
+        err, node = cuda.cuGraphAddMemAllocNode(graph, node_array(after), len(after), params)
         if err:
             asked = f"add an allocation of {format_size(size)} on device {device}"
             rule = "the size must not be 0" if size == 0 else ""
@@ -41,7 +41,7 @@ class GraphMemoryCalls:
         return int(node), int(params.dptr)
 
     def graph_add_free(self, graph: int, after: Sequence[int], address: int) -> int:
-        err, node = cuda.cuGraphAddMemFreeNode(graph, _nodes(after), len(after), address)
+        err, node = cuda.cuGraphAddMemFreeNode(graph, node_array(after), len(after), address)
         if err:
             rule = "an allocation node must have returned it, and it is freed once"
             rule = rule if err == CudaResult.INVALID_VALUE else ""

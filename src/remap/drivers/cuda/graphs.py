@@ -91,7 +91,7 @@ class GraphCalls:
     # -- nodes --
 
     def graph_add_empty(self, graph: int, after: Sequence[int]) -> int:
-        err, node = cuda.cuGraphAddEmptyNode(graph, _nodes(after), len(after))
+        err, node = cuda.cuGraphAddEmptyNode(graph, node_array(after), len(after))
         if err:
             raise failure("cuGraphAddEmptyNode", err, asked="add a node")
         return int(node)
@@ -111,7 +111,7 @@ class GraphCalls:
         params.blockDimX, params.blockDimY, params.blockDimZ = config.block
         params.sharedMemBytes = config.shared_bytes
         params.kernelParams = arguments.pointers
-        err, node = cuda.cuGraphAddKernelNode(graph, _nodes(after), len(after), params)
+        err, node = cuda.cuGraphAddKernelNode(graph, node_array(after), len(after), params)
         if err:
             asked = f"add a launch of {config.grid} blocks of {config.block} threads"
             raise failure("cuGraphAddKernelNode", err, asked=asked)
@@ -131,7 +131,7 @@ class GraphCalls:
         else:
             params.dstMemoryType, params.dstDevice = kinds.CU_MEMORYTYPE_DEVICE, cuda.CUdeviceptr(destination)
         params.WidthInBytes, params.Height, params.Depth = size, 1, 1
-        err, node = cuda.cuGraphAddMemcpyNode(graph, _nodes(after), len(after), params, _context())
+        err, node = cuda.cuGraphAddMemcpyNode(graph, node_array(after), len(after), params, _context())
         if err:
             asked = f"add a copy of {size} bytes from {source:#x} to {destination:#x}"
             raise _refused("cuGraphAddMemcpyNode", err, asked, _WHY_NO_MEMORY)
@@ -144,7 +144,7 @@ class GraphCalls:
         params.dst = cuda.CUdeviceptr(address)
         params.value, params.elementSize, params.width, params.height = value, width, count, 1
         params.pitch = width * count
-        err, node = cuda.cuGraphAddMemsetNode(graph, _nodes(after), len(after), params, _context())
+        err, node = cuda.cuGraphAddMemsetNode(graph, node_array(after), len(after), params, _context())
         if err:
             asked = f"add a fill of {width * count} bytes at {address:#x}"
             raise _refused("cuGraphAddMemsetNode", err, asked, _WHY_NO_MEMORY)
@@ -156,13 +156,13 @@ class GraphCalls:
         params = cuda.CUDA_HOST_NODE_PARAMS()
         params.fn = cuda.CUhostFn(_CALLED)
         params.userData = token
-        err, node = cuda.cuGraphAddHostNode(graph, _nodes(after), len(after), params)
+        err, node = cuda.cuGraphAddHostNode(graph, node_array(after), len(after), params)
         if err:
             raise failure("cuGraphAddHostNode", err, asked="add a host function")
         return int(node)
 
     def graph_add_child(self, graph: int, after: Sequence[int], child: int) -> int:
-        err, node = cuda.cuGraphAddChildGraphNode(graph, _nodes(after), len(after), child)
+        err, node = cuda.cuGraphAddChildGraphNode(graph, node_array(after), len(after), child)
         if err:
             rule = "a graph with memory nodes cannot be copied into another"
             raise _refused("cuGraphAddChildGraphNode", err, "add a child graph", rule)
@@ -186,14 +186,14 @@ class GraphCalls:
         params.conditional.size = 1
         params.conditional.ctx = _context()
         data = (None,) if cuda.CUDA_VERSION >= _EDGE_DATA_SINCE else ()
-        err, node = cuda.cuGraphAddNode(graph, _nodes(after), *data, len(after), params)
+        err, node = cuda.cuGraphAddNode(graph, node_array(after), *data, len(after), params)
         if err:
             raise failure("cuGraphAddNode", err, asked="add a conditional node")
         return int(node), int(params.conditional.phGraph_out[0])
 
     def graph_order(self, graph: int, node: int, after: int) -> None:
         data = (None,) if cuda.CUDA_VERSION >= _EDGE_DATA_SINCE else ()
-        (err,) = cuda.cuGraphAddDependencies(graph, _nodes([after]), _nodes([node]), *data, 1)
+        (err,) = cuda.cuGraphAddDependencies(graph, node_array([after]), node_array([node]), *data, 1)
         if err:
             raise failure("cuGraphAddDependencies", err, asked="let a node come after another")
 
@@ -251,7 +251,8 @@ def _refused(call: str, err: Any, asked: str, rule: str) -> DriverError:
     return failure(call, err, asked=asked, rule=rule if known else "")
 
 
-def _nodes(numbers: Sequence[int]) -> list[Any]:
+def node_array(numbers: Sequence[int]) -> list[Any]:
+    """Return nodes as the objects that the bindings take."""
     return [cuda.CUgraphNode(number) for number in numbers]
 
 
