@@ -85,6 +85,44 @@ def test_discarding(allocator: Any) -> None:
     assert float(weights.sum()) == total
 
 
+def test_a_worker_that_shuts_down(allocator: Any) -> None:
+    """Memory without tensors goes back, also where some of it sleeps, and what holds tensors stays."""
+    weights, cache = loaded(allocator)
+    usage = allocator.get_current_usage()
+    del cache
+    allocator.release_pools()
+    assert allocator.get_current_usage() <= usage - 16_000_000
+    allocator.sleep("weights")
+    allocator.close()
+    allocator.wake_up()
+    assert weights.numel() == 4_000_000
+
+
+def test_memory_of_graphs(torch: Any, allocator: Any) -> None:
+    """A graph captured into the handle that vLLM asks for replays right after its memory has slept, contents kept."""
+    if remap.driver().name == "host":
+        with pytest.raises(remap.NotSupportedError, match="no CUDA"), allocator.cudagraph_pool():
+            pass
+        return
+    graph = torch.cuda.CUDAGraph()
+    with allocator.cudagraph_pool() as handle, torch.cuda.graph(graph, pool=handle):
+        result = torch.ones(1 << 20, device="cuda") * 3
+    graph.replay()
+    torch.cuda.synchronize()
+    allocator.sleep(("cudagraph",))
+    assert remap.torch.status()["vllm/cudagraph"].kept["host"] >= result.nbytes
+    allocator.wake_up()
+    assert float(result.mean()) == 3
+
+
+def test_everything_that_vllm_may_call_is_there() -> None:
+    """The allocator has each method that is known of `CuMemAllocator`, but for those that only its own code calls."""
+    from remap.integrations import vllm
+
+    inner = {"get_instance", "python_free_callback", "python_malloc_callback"}
+    assert all(callable(getattr(vllm.RemapAllocator, name)) for name in vllm.KNOWN - inner)
+
+
 def test_current_tag(allocator: Any) -> None:
     """Pools nest, and the tag is the default one outside; an exception restores it."""
     assert allocator.current_tag == "default"
@@ -115,7 +153,10 @@ class Base(ABC):
 
 
 def test_the_backend(allocator: Any) -> None:
-    """It suspends by level and resumes by tags, tells its state, and is supported only with the allocator in place."""
+    """It suspends by level, keeps what nobody writes anew (trap 18), resumes by tags, and tells its state.
+
+    It is supported only with the allocator in place.
+    """
     from remap.integrations import vllm
 
     backend = vllm.make_backend(Base)()
@@ -128,8 +169,13 @@ def test_the_backend(allocator: Any) -> None:
     backend.resume()
     assert backend.state() == "RUNNING"
     assert float(weights.sum()) == total
+    with allocator.use_memory_pool(tag="runtime"):
+        adapters = remap.torch.empty(1000).fill_(7)
     backend.suspend(2)
+    state = remap.torch.status()
+    assert (state["vllm/weights"].kept.keys(), state["vllm/runtime"].kept.keys()) == ({"nowhere"}, {"host"})
     backend.resume()
+    assert float(adapters.sum()) == 7000
     assert backend.preserves_communicators()
     assert backend.preserves_nccl()
     assert not backend.is_supported()
@@ -146,6 +192,15 @@ class Allocator:
     def sleep(self) -> None: ...
     def wake_up(self) -> None: ...
     def get_current_usage(self) -> None: ...
+
+
+class Present(Allocator):
+    """As vLLM 0.33 has it."""
+
+    def cudagraph_pool(self) -> None: ...
+    def discard(self) -> None: ...
+    def release_pools(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Newer(Allocator):
@@ -173,6 +228,7 @@ def test_unknown_versions_are_refused(torch: Any) -> None:
     from remap.integrations import vllm
 
     vllm.check_interface(Allocator)
+    vllm.check_interface(Present)
     with pytest.raises(remap.NotSupportedError, match="use_cudagraph_pool"):
         vllm.check_interface(Newer)
     with pytest.raises(remap.NotSupportedError, match="wake_up"):

@@ -16,8 +16,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from remap.errors import InvalidValueError, NotSupportedError, not_supported
+from remap.integrations.memory import memory
 from remap.integrations.pools import PoolOptions, pool_of, pools
+from remap.integrations.routing import check_torch
 from remap.integrations.sleeping import sleep, wake
+from remap.lifetime import capturing
 from remap.residency.stores import Keep
 
 FLAG = "REMAP_VLLM"
@@ -26,13 +29,25 @@ FLAG = "REMAP_VLLM"
 DEFERRABLE = ("weights", "kv_cache")
 """Tags that a selective wake may leave asleep; it wakes all others, as vLLM's own allocator does."""
 
-KNOWN = frozenset(
+KEPT = ("runtime", "cudagraph")
+"""Tags whose contents are kept at every level, as nobody writes them anew: state of the runner, memory of graphs."""
+
+OPTIONAL = frozenset(
     {
+        "close",
+        "cudagraph_pool",
         "discard",
-        "get_current_usage",
-        "get_instance",
         "python_free_callback",
         "python_malloc_callback",
+        "release_pools",
+    }
+)
+"""What some versions of `CuMemAllocator` have and others lack."""
+
+KNOWN = OPTIONAL | frozenset(
+    {
+        "get_current_usage",
+        "get_instance",
         "sleep",
         "use_memory_pool",
         "wake_up",
@@ -81,6 +96,29 @@ class RemapAllocator:
         """Return the bytes of all pools, asleep or not."""
         return sum(one.size for tag in _tags() for one in pools()[_name(tag)].segments)
 
+    @contextmanager
+    def cudagraph_pool(self) -> Generator[tuple[int, int]]:
+        """Yield the handle of a pool for a capture whose memory sleeps and wakes under the tag `cudagraph`.
+
+        Raises `NotSupportedError` where torch has no CUDA.
+        """
+        check_torch()
+        found = pool_of(_name("cudagraph"), PoolOptions(), asked=False)
+        with capturing(), memory().capturing():
+            yield found.graph_pool()
+
+    def release_pools(self) -> None:
+        """Give back memory that holds no tensor any more; a worker that shuts down asks for that, any number of times.
+
+        Pools themselves stay for as long as torch may call them, so nothing else has to be done before the end.
+        """
+        gc.collect()
+        for tag in _tags():
+            if not pools()[_name(tag)].asleep:
+                pools()[_name(tag)].trim()
+
+    close = release_pools
+
     def _sleep(self, plan: dict[str, Keep]) -> None:
         gc.collect()
         sleep({_name(tag): keep for tag, keep in plan.items() if not pools()[_name(tag)].asleep})
@@ -123,9 +161,9 @@ def install() -> RemapAllocator:
 def check_interface(kind: Any) -> None:
     """Raise `NotSupportedError` unless a `CuMemAllocator` class has the methods that are known here, and no others."""
     methods = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
-    needed = KNOWN - {"discard", "python_free_callback", "python_malloc_callback"}
-    if needed - methods:
-        raise _refusal(f"its CuMemAllocator lacks {sorted(needed - methods)}")
+    lacking = KNOWN - OPTIONAL - methods
+    if lacking:
+        raise _refusal(f"its CuMemAllocator lacks {sorted(lacking)}")
     if methods - KNOWN:
         raise _refusal(f"its CuMemAllocator can do more than is known here: {sorted(methods - KNOWN)}")
 
@@ -142,11 +180,12 @@ def make_backend(base: Any) -> Any:
     check_backend(base)
 
     class RemapBackend(base):  # type: ignore[misc]
-        """vLLM's sleep mode over remap. Level 1 keeps weights in host memory; level 2 gives them up."""
+        """vLLM's sleep mode over remap. Level 1 keeps weights in host memory; level 2 gives them up. `KEPT` stays."""
 
         def suspend(self, level: int = 1, tags: tuple[str, ...] | None = None) -> None:
-            """Put everything to sleep, keeping the weights, or the tags that are named."""
-            _allocator.sleep(tags if tags is not None else ("weights",) if level == 1 else ())
+            """Put everything to sleep, keeping the weights, or the tags that are named, and what is always kept."""
+            chosen = tags if tags is not None else ("weights",) if level == 1 else ()
+            _allocator.sleep((*chosen, *KEPT))
             self._state = "SUSPENDED"
 
         def resume(self, tags: list[str] | None = None) -> None:
