@@ -209,12 +209,19 @@ class Queue:
     @property
     def over(self) -> bool:
         """Whether this is a stream of ours whose closing has waited for all its work."""
-        owner = self.owner
-        return owner._end.over if isinstance(owner, Stream) else isinstance(owner, Resource) and owner.closed
+        end = self._end
+        return end.over if end is not None else isinstance(self.owner, Resource) and self.owner.closed
 
     def kept(self) -> AbstractContextManager[bool]:
         """Keep the handle valid for a block that names it; gives False where it is `over`, and names nothing."""
-        return self.owner._end.kept() if isinstance(self.owner, Stream) else nullcontext(not self.over)
+        end = self._end
+        return end.kept() if end is not None else nullcontext(not self.over)
+
+    @property
+    def _end(self) -> End | None:
+        owner = self.owner
+        found = getattr(owner, "_end", None) if isinstance(owner, Resource) else None
+        return found if isinstance(found, End) else None
 
     @property
     def transient(self) -> bool:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +170,42 @@ def test_interrupted_mapping() -> None:
             lifetime.drain()
             assert addresses.mappings == (), done.where
             addresses.map(memory, access={0: "rw"}).close()
+
+
+def test_interrupted_ordered_resume() -> None:
+    """Buffers sleep on, or are awake and can be brought back: with their contents, and with nobody who waits (5)."""
+    contents = [np.full(SIZE, value, np.uint8) for value in (1, 2)]
+    made: list[remap.Buffer] = []
+    remap.host_pool(prepare=32 * MiB)  # or each turn would touch it anew
+    before = free()
+
+    def asleep() -> None:
+        made[:] = [remap.allocate(SIZE) for _ in contents]
+        for one, value in zip(made, contents, strict=True):
+            one.copy_from_host(value)
+        remap.pause(made)
+
+    def close() -> None:
+        arriving: Any = made[1]._arriving
+        if arriving is not None:
+            arriving.waking.close()
+        for one in made:
+            one.close()
+
+    asleep()
+    for done in every(lambda: remap.resume(made, events=True)):
+        remap.resume(made)
+        for one, value in zip(made, contents, strict=True):
+            assert np.array_equal(one.to_host(), value), done.where
+        close()
+        left = before - free()
+        if done.releasing:
+            assert left in {0, SIZE}, done.where
+            before -= left
+        assert free() == before, done.where
+        assert not lifetime.live(), done.where
+        asleep()
+    close()
 
 
 @pytest.mark.parametrize("kind", ["buffer", "mapping", "allocation", "reservation", "stream"])

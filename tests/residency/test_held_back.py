@@ -181,6 +181,108 @@ def test_a_child_keeps_off() -> None:
         assert os.waitstatus_to_exitcode(status) == 2
 
 
+def closes(thread: threading.Thread, waking: Waking) -> bool:
+    """Tell whether a thread is in the middle of closing a resume."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is type(waking).close.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def test_who_closes_it_second_waits_as_well() -> None:
+    """Closing has waited for everything when it returns, also where another thread is at it."""
+    with behind_a_gate() as (gate, _, _, waking):
+        seen: list[bool] = []
+
+        def close() -> None:
+            waking.close()
+            seen.append(waking.closed)
+
+        first, second = threading.Thread(target=close), threading.Thread(target=close)
+        first.start()
+        assert wait_until(lambda: waits(first))
+        assert waking.result.seconds < waking.result.seconds, "until it is closed, figures are of the moment"
+        second.start()
+        assert wait_until(lambda: not second.is_alive() or closes(second, waking))
+        gate.opened.set()
+        first.join(30)
+        second.join(30)
+        assert seen == [True, True]
+        assert waking.result is waking.result
+
+
+def test_a_child_closes_what_its_parent_is_closing() -> None:
+    """It does nothing in the child, and waits for no lock that a thread of the parent holds."""
+    with behind_a_gate() as (gate, _, _, waking), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        closer = threading.Thread(target=waking.close)
+        closer.start()
+        assert wait_until(lambda: waits(closer))
+        child = os.fork()
+        if not child:
+            signal.alarm(30)  # it would wait for ever
+            try:
+                waking.close()
+            finally:
+                os._exit(7)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        gate.opened.set()
+        closer.join(30)
+
+
+class Lingering(Faulty):
+    """A driver on which the thread called "user" comes to wait for a stream, and does so only when it is let."""
+
+    def __init__(self, inner: Any) -> None:
+        self.come, self.let = threading.Event(), threading.Event()
+        super().__init__(inner)
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        checked = super()._wrap(name, call)
+
+        def lingering(*arguments: Any, **keywords: Any) -> Any:
+            if name.startswith("synchronize_") and threading.current_thread().name == "user":
+                self.come.set()
+                assert self.let.wait(30)
+            return checked(*arguments, **keywords)
+
+        return lingering
+
+
+@pytest.mark.parametrize("use", ["buffer", "event"])
+def test_streams_and_events_outlive_who_waits_for_them(use: str) -> None:
+    """Closing destroys no stream and no event that another thread is about to wait for."""
+    driver = Lingering(drivers.open())
+    remap.use(driver)
+    try:
+        with filled(SIZE) as buffers:
+            remap.pause(buffers)
+            waking = remap.resume(buffers, events=True)
+            errors: list[BaseException] = []
+
+            def wait() -> None:
+                try:
+                    if use == "buffer":
+                        buffers[0].set_access({0: "r"})
+                    else:
+                        waking.events[0].synchronize()
+                except BaseException as error:  # noqa: BLE001 (told to the test)
+                    errors.append(error)
+
+            user = threading.Thread(target=wait, name="user")
+            user.start()
+            assert driver.come.wait(30)
+            waking.close()
+            driver.let.set()
+            user.join(30)
+            assert errors == []
+    finally:
+        drivers.close()
+
+
 class Paced(Faulty):
     """A driver that locks the last of some slabs of host memory only when the first copy has been queued."""
 

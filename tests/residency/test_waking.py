@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import remap
-from remap import MiB
+from remap import MiB, lifetime
 from remap.drivers.wrappers import Call
 from remap.errors import CudaResult
 from remap.testing.bench import wait_until
@@ -155,6 +155,58 @@ def test_collected_while_held_up(stage: Stage) -> None:
     remap.collect()
     assert "map" not in stage.names_since(mark)
     assert stage.unchanged(before)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_change_of_drivers_meanwhile(stage: Stage, count: int) -> None:
+    """A resume that a change of drivers refuses ends, and all sleep on with their backups (invariant 5)."""
+    driver = remap.driver()
+    with filled(*[SIZE] * count) as buffers:
+        remap.pause(buffers)
+        before = stage.seen()
+        lifetime.leave(driver)  # what `use` and `close` do while they look whether anything lives
+        try:
+            with pytest.raises(remap.InUseError, match="changed the driver"):
+                remap.resume(buffers, events=True)
+        finally:
+            lifetime.enter(driver)
+        remap.collect()
+        assert all(one.paused for one in buffers)
+        assert stage.unchanged(before)
+        remap.resume(buffers)
+        assert holds(buffers)
+
+
+@pytest.mark.parametrize("after", ["a promise", "an event"])
+def test_closing_waits_for_copies_of_the_resume(stage: Stage, after: str) -> None:
+    """Whatever the caller names or promises: what remap itself still copies into the memory is waited for (7)."""
+    with filled(*[SIZE] * 3) as buffers, remap.Event(0) as event:
+        remap.default_stream(0).record(event)
+        remap.pause(buffers)
+        with remap.resume(buffers, events=True):
+            assert wait_until(lambda: buffers[2]._coming is None)
+            mark = stage.mark()
+            buffers[2].close(after=None if after == "a promise" else event)
+            names = stage.names_since(mark)
+            assert "synchronize_stream" in names[: names.index("unmap")]
+        assert holds(buffers[:2])
+
+
+def test_a_wait_that_fails_as_a_buffer_leaves(stage: Stage) -> None:
+    """The memory that was created for it is given back all the same, and the others can go on."""
+    with filled(*[SIZE] * 3) as buffers:
+        remap.pause(buffers)
+        stage.faulty.fail("map", nth=2, repeat=True)
+        with remap.resume(buffers, events=True) as waking:
+            assert wait_until(lambda: waking.held_up is not None)
+            stage.faulty.heal()
+            stage.faulty.fail("synchronize_stream", nth=2, result=CudaResult.UNKNOWN)
+            with pytest.raises(remap.DriverError, match="UNKNOWN"):
+                buffers[2].close()
+            assert buffers[2].closed
+            stage.faulty.heal()
+            remap.resume(buffers[:2])
+        assert holds(buffers[:2])
 
 
 def test_memory_without_contents(stage: Stage) -> None:

@@ -176,8 +176,10 @@ class Buffer(Span):
         # The backup of a buffer that is collected unclosed queues itself.
         if release is not None and self._backup is not None:
             release.steps += [(self._backup.drop, ())]  # calls nothing that an interrupt could follow
-        if release is not None and self._coming is not None:
-            release.steps.insert(0, (self._coming.leave, ()))
+        # Copies of a resume are waited for even where the caller promises that nothing uses it: they are ours.
+        leave = getattr(self._arriving, "leave", None)
+        if release is not None and leave is not None:
+            release.steps.insert(0, (leave, ()))
         return release
 
     def _detach(self) -> Release:

@@ -18,6 +18,7 @@ from remap.locations import Device, in_context
 from remap.ranges import Chunk
 from remap.residency.flow import Flow, actor, near, window_on
 from remap.residency.stores import Asleep, FileJobs
+from remap.sizes import counted
 
 
 class Portion:
@@ -81,8 +82,14 @@ class Portion:
 
     def release(self, driver: Any) -> None:
         """Release the handles: what is mapped keeps its memory, and the rest goes."""
+        release = Release(1, [(driver.release, (handle,)) for handle in self._handles])
         handles, self._handles = self._handles, []
-        Release(1, [(driver.release, (handle,)) for handle in handles]).run()
+        try:
+            release.run()
+        except BaseException:
+            if not release.begun:  # an interrupt
+                self._handles = handles
+            raise
 
     def touches(self, part: tuple[int, int] | None) -> bool:
         """Tell whether a part, (offset, size), of the buffer lies in it; None is the whole."""
@@ -129,16 +136,16 @@ class Worker:
             self._work()
 
     def stop(self) -> None:
-        """End the thread, which has nothing to do."""
+        """End the thread if it has nothing to do."""
         self._calls.put(None)
 
     def _work(self) -> None:
         call = self._calls.get()
-        if call is not None:
-            try:
+        try:
+            if call is not None:
                 call()
-            finally:
-                _busy.discard(self)
+        finally:
+            _busy.discard(self)
 
 
 _busy: set[Worker] = set()
@@ -165,6 +172,7 @@ class Feed:
         self._left = deque(portions)
         self._turn = threading.Lock()  # held while one portion is brought
         self._news = threading.Condition()
+        self._begun = False
         self._abandoned = False
         self._leaked: RemapError | None = None
         self.error: BaseException | None = None
@@ -176,6 +184,14 @@ class Feed:
             worker.run(self._work)
         else:
             worker.stop()
+
+    def hold_up(self, error: BaseException) -> None:
+        """Say why nothing was begun, so that nobody waits for it."""
+        with self._news:
+            if self._left and not self._begun:
+                rule = f"it was interrupted before the rest was begun ({type(error).__name__})"
+                self.error = RemapError("an ordered resume", rule=rule)
+                self._news.notify_all()
 
     def wait(self, portions: Iterable[Portion], asked: str) -> None:
         """Wait on the host until portions are done; raises `PausedError` where one of them has failed."""
@@ -204,8 +220,8 @@ class Feed:
                 self._run()
             except BaseException as error:
                 error.add_note(
-                    f"{len(self.buffers)} buffers are awake as far as they have come back; the backups are intact, "
-                    "and remap.resume tries the rest again"
+                    f"what has come back of {counted(len(self.buffers), 'buffer')} stays; the backups are intact, and "
+                    "remap.resume tries the rest again"
                 )
                 raise
 
@@ -216,25 +232,24 @@ class Feed:
             for portion in mine:
                 portion.gone = True
                 self._left.remove(portion)
-            self._flow.wait()
-        with self._news:
-            self._news.notify_all()
-        for portion in mine:
-            portion.release(self._driver)
+            try:
+                self._flow.wait()
+            finally:
+                with self._news:
+                    self._news.notify_all()
+                Release(1, [(portion.release, (self._driver,)) for portion in mine]).run()
 
     def abandon(self) -> None:
         """Bring nothing more: its buffers were collected. Calls no driver, as finalisers must not."""
         self._abandoned = True
 
     def end(self) -> list[Step]:
-        """Return what ends it: its streams, and the memory that was never mapped."""
-        driver, lanes = self._driver, self._flow.lanes
-        steps: list[Step] = [(self._forget_lanes, ())]
-        steps += [(in_context, (at, driver.destroy_stream, lane)) for at, lane in lanes]
-        steps += [(portion.release, (driver,)) for portion in self._left]
+        """Return what ends it: memory that was never mapped goes. Others destroy its streams, after `forget`."""
+        steps: list[Step] = [(portion.release, (self._driver,)) for portion in self._left]
         return [*steps, (self._tell_leak, ())]
 
-    def _forget_lanes(self) -> None:
+    def forget(self) -> None:
+        """Let go of the streams, which are about to be destroyed."""
         with self._turn:  # against `leave`, which waits for them
             self._flow.forget()
 
@@ -251,7 +266,7 @@ class Feed:
             error.__traceback__ = None  # it would keep everything alive that was in use there
 
     def _run(self) -> None:
-        self.error = None
+        self._begun, self.error = True, None
         try:
             while self._bring_next():
                 pass

@@ -113,12 +113,14 @@ class Flow:
             self._progress(self.done, self.total)
 
     def hand_over(self) -> Flow:
-        """Return another flow with the streams and what is queued on them; whoever takes it waits and destroys them."""
+        """Return another flow with the streams and what is queued on them; whoever takes it waits and destroys them.
+
+        Until this one is told to `forget` them, it destroys them, too: whichever comes first.
+        """
         if self._later:
             self.finish()
         taken = Flow(self._driver, self.total, None, self._count)
         taken._lanes, taken._devices = self._lanes, self._devices
-        self.forget()
         return taken
 
     def forget(self) -> None:

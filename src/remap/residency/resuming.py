@@ -8,8 +8,9 @@ from typing import Any, Literal, overload
 
 from remap import drivers
 from remap.buffers.base import Buffer
+from remap.ends import End
 from remap.errors import InvalidValueError, OutOfMemoryError
-from remap.lifetime import Rollback, drain
+from remap.lifetime import Rollback, drain, undo
 from remap.locations import in_context
 from remap.ranges import Chunk
 from remap.residency.feed import Portion, Worker
@@ -148,46 +149,58 @@ def _wake(
             figures.held + figures.leaving, figures.notes,
         )  # fmt: skip
 
-    worker = Worker() if events else None
-    with Rollback() as rollback:
+    worker: Worker | None = None
+    waking: Waking | None = None
+    try:
+        if events:
+            worker = Worker()
+        with Rollback() as rollback:
+            portions: list[Portion] = []
+            for buffer, backup in zip(buffers, backups, strict=True):
+                if backup.stale:
+                    with driver.lock:
+                        buffer._unmap_chunks()
+                        backup.stale = False
+                portions += _portions(buffer, backup)
+            # One stream brings the chunks in the order of use; two leave no gap between them.
+            with Flow(driver, total, progress, lanes=1 if events else 2) as flow:
+                jobs = FileJobs(driver, pool, flow, out=False)
+                if events:
+                    for portion in portions:
+                        _prepare(driver, portion, flow, rollback, poison)
+                for portion in portions[: _at_first(portions)] if events else portions:
+                    if not events:  # beside the copies of those before it
+                        _create(driver, portion, rollback)
+                    portion.bring(driver, flow, jobs, rollback, poison)
+                    portion.release(driver)
+                    portion.done = True
+                jobs.run(keep_host)
+                if not events:
+                    flow.finish()
+                rollback.undo(_put_to_sleep, buffers, backups)
+                with driver.lock:  # nothing can fail any more
+                    for buffer in buffers:
+                        buffer._paused = ""
+                        buffer._backup = None
+                if events:
+                    rest, end = flow.hand_over(), End(driver)
+                    rollback.undo(end.destroy, rest.close)
+                    rollback.undo(rest.wait)
+                    flow.forget()
+                    waking = Waking(driver, rest, end, portions, backups, keep_host, poison, measure)
+            if waking is not None:
+                waking._owns = True  # from here on nothing is taken back
+        if waking is not None and worker is not None:
+            waking._start(worker)
+            return waking
+    except BaseException as error:
+        if waking is not None and waking._owns:  # an interrupt: all are awake, and go on when asked to
+            waking._feed.hold_up(error)
+        elif waking is not None:
+            undo(error, waking.disown)
         if worker is not None:
-            rollback.undo(worker.stop)
-        portions: list[Portion] = []
-        for buffer, backup in zip(buffers, backups, strict=True):
-            if backup.stale:
-                with driver.lock:
-                    buffer._unmap_chunks()
-                    backup.stale = False
-            portions += _portions(buffer, backup)
-        # One stream brings the chunks in the order of use; two leave no gap between them.
-        with Flow(driver, total, progress, lanes=1 if events else 2) as flow:
-            jobs = FileJobs(driver, pool, flow, out=False)
-            if events:
-                for portion in portions:
-                    _prepare(driver, portion, flow, rollback, poison)
-            for portion in portions[: _at_first(portions)] if events else portions:
-                if not events:  # beside the copies of those before it
-                    _create(driver, portion, rollback)
-                portion.bring(driver, flow, jobs, rollback, poison)
-                portion.release(driver)
-                portion.done = True
-            jobs.run(keep_host)
-            if not events:
-                flow.finish()
-            rollback.undo(_put_to_sleep, buffers, backups)
-            waking: Waking | None = None
-            with driver.lock:  # nothing can fail any more
-                for buffer in buffers:
-                    buffer._paused = ""
-                    buffer._backup = None
-            if events:
-                rest = flow.hand_over()
-                rollback.undo(rest.close)
-                rollback.undo(rest.wait)
-                waking = Waking(driver, rest, portions, backups, keep_host, poison, measure)
-    if waking is not None and worker is not None:
-        waking._start(worker)
-        return waking
+            worker.stop()
+        raise
     # Before memory goes back in the background: that would hold up what is asked of the driver.
     moved = measure()
     drop_all(backups, keep_host)

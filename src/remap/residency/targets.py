@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
 from remap.arrays import DeviceArray
@@ -70,11 +70,15 @@ def _buffers(target: Any) -> tuple[Buffer, ...]:
 @contextmanager
 def held(buffers: Iterable[Buffer], doing: str, *, detach: bool = False) -> Generator[None]:
     """Keep everyone else from the buffers for a block; raises `InUseError` if something uses one of them."""
-    with ExitStack() as stack:
+    # Not an `ExitStack`: an interrupt in the middle of it would leave them held until cycles are collected.
+    taken: list[AbstractContextManager[None]] = []
+    try:
         for buffer in buffers:
             if isinstance(buffer._arriving, Arrival):
-                buffer._arriving.waking.close()
-            stack.enter_context(buffer._taking(doing))
+                buffer._arriving.waking.settle()
+            one = buffer._taking(doing)
+            one.__enter__()
+            taken.append(one)
             if isinstance(buffer._arriving, Arrival):
                 raise InUseError(
                     f"{buffer.describe()} to be {doing}",
@@ -88,6 +92,13 @@ def held(buffers: Iterable[Buffer], doing: str, *, detach: bool = False) -> Gene
                     next_step="Pass detach=True if they may",
                 )
         yield
+    finally:
+        try:
+            while taken:
+                taken.pop().__exit__(None, None, None)
+        finally:
+            while taken:  # an interrupt came
+                taken.pop().__exit__(None, None, None)
 
 
 def wait(buffers: Iterable[Buffer], after: After, doing: str) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from threading import RLock
 from typing import Any, ClassVar, NamedTuple
 
 from remap.buffers.base import Buffer
+from remap.ends import End
 from remap.errors import InUseError
-from remap.lifetime import Description, Release, Resource, Step
+from remap.lifetime import Description, Release, Resource, Step, epoch, undo
 from remap.locations import Device, in_context
 from remap.ranges import Chunk
 from remap.residency.feed import Feed, Portion, Worker
 from remap.residency.flow import Flow
 from remap.residency.results import Moved
 from remap.residency.stores import Asleep, drop_all
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.streams import Event, Queue
 
 
@@ -55,9 +57,20 @@ class ChunkEvent(Event):
     def done(self) -> bool:
         """Whether the chunk's bytes are there; does not wait."""
         self._waking._check()
-        if not self._portion.done and self._waking.held_up is None:
-            return False
-        return super().done
+        if not self._portion.done:
+            if self._waking.held_up is None:
+                return False
+            self._await_queued()
+        with self._waking._end.kept() as there, self.device.current():
+            return not there or bool(self._driver.event_done(self._event))
+
+    def synchronize(self) -> None:
+        """Wait until the chunk's bytes are there."""
+        self._check()
+        with self._waking._end.kept() as there:
+            if there:  # else closing has waited
+                with self.device.current():
+                    self._driver.synchronize_event(self._event)
 
     def describe(self) -> Description:
         """Return what this event is."""
@@ -146,6 +159,7 @@ class Waking(Resource):
         self,
         driver: Any,
         flow: Flow,
+        end: End,
         portions: Sequence[Portion],
         backups: Iterable[Asleep],
         keep_host: bool,
@@ -153,6 +167,10 @@ class Waking(Resource):
         measure: Callable[[], Moved],
     ) -> None:
         super().__init__(driver)
+        # Whether it gives back what it stands on: not while that can still be taken back by the call that makes it.
+        self._owns = False
+        self._end = end
+        self._closing = RLock()
         self._flow = flow
         self._feed = Feed(driver, flow, [portion for portion in portions if not portion.done], poison)
         self._marks = [
@@ -180,7 +198,15 @@ class Waking(Resource):
             buffer._arriving = arrival
             buffer._coming = None if all(portion.done for portion in arrival.portions) else arrival
         self._buffers = tuple(arrivals)
-        self._opened()
+        try:
+            self._opened()
+        except BaseException as error:
+            undo(error, self.disown)
+            raise
+
+    def disown(self) -> None:
+        """End in silence: whoever makes it takes back all that it stands on."""
+        super().close()
 
     @property
     def closed(self) -> bool:
@@ -199,19 +225,32 @@ class Waking(Resource):
 
     @property
     def result(self) -> Moved:
-        """What was done, once this is closed."""
-        if self._result is None:
-            self._result = self._measure()
-        return self._result
+        """What was done, once this is closed; the figures of this moment before that."""
+        return self._result or self._measure()
 
     def close(self) -> None:
         """Wait until everything has arrived, then give the backups back. Closing again does nothing.
 
-        What was held up is tried again; if it is refused again, that is raised, and this stays open.
+        What was held up is tried again; if it is refused again, that is raised, and this stays open. Where another
+        thread is closing it, this waits for that, too.
         """
-        super().close()
-        if self._result is None:
-            self._result = self._measure()
+        if (
+            self._epoch != epoch()
+        ):  # a forked child has neither its memory nor the threads that hold its locks
+            super().close()
+            return
+        with self._closing:
+            super().close()
+            if self._result is None:
+                self._result = self._measure()
+
+    def settle(self) -> None:
+        """Close as `close` does, unless another thread is doing so."""
+        if self._closing.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._closing.release()
 
     def go_on(self) -> None:
         """Try again what was held up; raises what the driver says."""
@@ -220,17 +259,23 @@ class Waking(Resource):
 
     def __del__(self) -> None:
         """Queue what it owns, and warn; its buffers go with it, and nothing more is brought into them."""
-        if hasattr(self, "_feed"):
+        if getattr(self, "_owns", False):  # else whoever made it has taken everything back
             self._feed.abandon()
-        super().__del__()
+            super().__del__()
 
     def _start(self, worker: Worker) -> None:
         self._feed.start(worker)
 
     def _detach(self) -> Release:
+        if not self._owns:
+            return Release(0, [])
         driver = self._driver
-        steps: list[Step] = [(_arrived, (self._buffers, self))]
-        steps += [(in_context, (mark.device, driver.destroy_event, mark.event)) for mark in self._marks]
+        handles: list[Step] = [
+            (in_context, (mark.device, driver.destroy_event, mark.event)) for mark in self._marks
+        ]
+        handles += [(in_context, (at, driver.destroy_stream, lane)) for at, lane in self._flow.lanes]
+        steps: list[Step] = [(arrived, (self._buffers, self))]
+        steps += [(self._feed.forget, ()), (self._end.destroy, (Release(1, handles).run,))]
         steps += self._feed.end()
         if self._backups:
             steps.append((drop_all, (self._backups, self._keep_host)))
@@ -243,13 +288,14 @@ class Waking(Resource):
     def describe(self) -> Description:
         """Return what is on its way."""
         size = sum(mark.chunk.size for mark in self._marks)
-        detail = f"{len(self._marks)} chunks, {format_size(size)}"
+        detail = f"{counted(len(self._marks), 'chunk')}, {format_size(size)}"
         if self.held_up is not None:
             detail += f", held up: {self.held_up}"
         return Description(self.kind, self.serial, size, None, detail)
 
 
-def _arrived(buffers: Iterable[Buffer], waking: Waking) -> None:
+def arrived(buffers: Iterable[Buffer], waking: Waking) -> None:
+    """Note that everything has arrived; doing so again changes nothing."""
     with waking._driver.lock:
         waking._coming = False
         for buffer in buffers:
