@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,58 @@ def test_installing(torch: Any, tmp_path: Path, kind: str) -> None:
         (tmp_path / "torch_memory_saver.py").write_text(
             LIBRARY.format(kind=kind) + REGISTRY * (kind == "with")
         )
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + USE]
+    begin = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    if kind == "no":  # also where the library is installed
+        begin += "sys.modules['torch_memory_saver'] = None\n"
+    command = [sys.executable, "-c", begin + USE]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     expected = "remap.integrations.tms" if kind == "no" else "torch_memory_saver"
     assert (done.returncode, done.stderr, done.stdout) == (0, "", expected + "\n")
+
+
+REAL = """
+import os, remap
+remap.use("host", coherent=True, integrated=False)
+from remap.integrations import tms
+saver = tms.install()
+import torch_memory_saver as library
+assert saver is library.torch_memory_saver and library is not tms
+saver.hook_mode = "torch"
+with library.configure_subprocess():
+    assert "torch_memory_saver" not in os.environ.get("LD_PRELOAD", "")
+with saver.region(tag="kv", enable_cpu_backup=True):
+    kept = remap.torch.empty(1000).fill_(5)
+    with saver.region(tag="scratch"):
+        given_up = remap.torch.empty(1000)
+    with saver.disable():
+        pass
+with saver.region(tag="kv", enable_disk_backup=True):
+    on_disk = remap.torch.empty(1000).fill_(6)
+with saver.region(tag="kv", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+    mapped = remap.torch.empty(1000).fill_(7)
+saver.memory_margin_bytes = 0
+saver.retain_cpu_backup = True
+assert saver.retain_cpu_backup and saver.enabled
+saver.set_disk_backup_dir(DIRECTORY)
+saver.pause("kv")
+assert float(saver.get_cpu_backup(kept).sum()) == 5000 and saver.get_cpu_backup(given_up) is None
+saver.pause()
+saver.resume()
+assert [float(one.sum()) for one in (kept, on_disk, mapped)] == [5000, 6000, 7000]
+public = lambda kind: {name for name in dir(kind) if not name.startswith("_")}
+assert public(type(saver)) <= public(tms.TorchMemorySaver), public(type(saver))
+assert {"TorchMemorySaver", "torch_memory_saver", "configure_subprocess"} <= public(tms)
+print("right")
+"""
+
+
+def test_the_library_itself(torch: Any, tmp_path: Path) -> None:
+    """Over the installed library, its own facade does all that it can, and preloads nothing into children."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about the host driver: tensors are made by remap")
+    if find_spec("torch_memory_saver") is None:
+        pytest.skip("needs torch_memory_saver")
+    command = [sys.executable, "-W", "ignore", "-c", f"DIRECTORY = {str(tmp_path)!r}\n" + REAL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "right\n")

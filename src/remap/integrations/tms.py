@@ -217,8 +217,9 @@ def install() -> Any:
             next_step="Call remap.integrations.tms.install() before its first use",
         )
     register = getattr(library, "register_hook_mode", None)
-    if register is None:
+    if register is None:  # up to 0.0.10; it would preload its own library into children
         singleton._impl = torch_memory_saver
+        library.configure_subprocess = configure_subprocess
         return singleton
     try:
         register(MODE, lambda: torch_memory_saver, uses_preload=False)
