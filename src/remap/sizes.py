@@ -34,7 +34,7 @@ def parse_size(value: Size, what: str = "size") -> int:
     """
     if type(value) is int and 0 <= value <= LARGEST:
         return value
-    number = _parse_text(value, what) if isinstance(value, str) else operator.index(value)
+    number = _parse_text(value, what) if isinstance(value, str) else _index(value, what)
     if number < 0:
         raise InvalidValueError(f"{what} {number}", rule="sizes are 0 or more")
     if number > LARGEST:
@@ -44,7 +44,14 @@ def parse_size(value: Size, what: str = "size") -> int:
 
 def parse_offset(value: Size, what: str = "offset") -> int:
     """Return `value` as a number of bytes, as `parse_size` does, but leave numbers below 0 to a check of bounds."""
-    return parse_size(value, what) if isinstance(value, str) else operator.index(value)
+    return parse_size(value, what) if isinstance(value, str) else _index(value, what)
+
+
+def _index(value: SupportsIndex, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f'{what} {value!r}: it is a whole number of bytes, or text such as "64MiB"') from None
 
 
 def _parse_text(text: str, what: str) -> int:

@@ -49,7 +49,7 @@ def test_impossible_numbers_are_refused(value: int) -> None:
 def test_only_whole_numbers_are_sizes() -> None:
     """NumPy integers are sizes; floats are not, as they may have lost bytes already."""
     assert parse_size(np.int64(5)) == 5
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"size 1\.5: it is a whole number of bytes"):
         parse_size(1.5)  # type: ignore[arg-type]
 
 

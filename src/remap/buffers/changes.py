@@ -10,6 +10,7 @@ from remap.buffers.shares import Share
 from remap.errors import InUseError
 from remap.lifetime import tell, watchers
 from remap.locations import device
+from remap.sizes import counted
 from remap.uses import After, Known, wait_after
 
 
@@ -64,8 +65,8 @@ class ChangingBuffer(Buffer):
                 if self._shares:
                     raise InUseError(
                         f"{self.describe()} to be {doing}",
-                        rule=f"{len(self._shares)} of its chunks are shared with forks, which would keep the memory",
-                        next_step="Call make_private() first, or close the forks",
+                        rule=f"it shares {counted(len(self._shares), 'chunk')} with forks, which would keep the memory",
+                        next_step="Call make_private() first, which copies them, or close the forks",
                     )
                 self._changing, begun = doing, True
             with super()._taking(doing, blind):
@@ -82,6 +83,7 @@ class ChangingBuffer(Buffer):
         try:
             with self._driver.lock:
                 self._check()
+                self._check_registrations(doing)
                 self._check_free(doing, self._exports)
                 if self._arriving is not None:
                     raise InUseError(
