@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from remap.errors import AccessError, InUseError
+from remap.errors import AccessError
 from remap.locations import Device
 from remap.sizes import Size
 from remap.streams import Queue, StreamLike
@@ -29,7 +29,6 @@ class Memory(Protocol):
     _driver: Any
     _exports: set[int] | None
     _size: int
-    _taken: str
     _views: set[int] | None
 
     @property
@@ -77,7 +76,7 @@ class Memory(Protocol):
 
     def _await_mapping(self) -> None: ...
     def _check(self) -> None: ...
-    def _check_backed(self, asked: str) -> None: ...
+    def _check_there(self, asked: str) -> None: ...
     def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None: ...
     def _part_writable(self, offset: int, size: int) -> bool: ...
     def _wait_for_work(self, asked: str) -> None: ...
@@ -118,14 +117,7 @@ class Export:
         self._size = size
         self._token = next(_tokens)
         with owner._driver.lock:  # against whoever would take the memory away
-            owner._check()
-            if owner._taken:
-                raise InUseError(
-                    f"{asked} of {owner.describe()}",
-                    rule=f"it is being {owner._taken} by another thread",
-                    next_step="Let that end first",
-                )
-            owner._check_backed(asked)
+            owner._check_there(asked)
             owner._check_part(asked, offset, size, Access.READ)
             owner._uses.escaped = True
             if owner._exports is None:

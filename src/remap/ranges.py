@@ -192,6 +192,17 @@ class Range(Resource):
     def _check_backed(self, asked: str) -> None:
         """Raise `PausedError` if no memory stands behind the range; a mapping always has it."""
 
+    def _check_there(self, asked: str) -> None:
+        """Raise unless memory stands behind the range, and nobody takes it away; the caller holds the lock."""
+        self._check()
+        if self._taken:
+            raise InUseError(
+                f"{asked} of {self.describe()}",
+                rule=f"it is being {self._taken} by another thread",
+                next_step="Let that end first",
+            )
+        self._check_backed(asked)
+
     def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
         """Raise if a part cannot be used so, where parts differ: holes, chunks shared with others.
 
@@ -219,14 +230,7 @@ class Range(Resource):
         self, asked: str, place: Location, needed: Access = Access.READ, part: tuple[int, int] | None = None
     ) -> None:
         """Raise unless a location can use the memory now, or its part; the caller holds the lock."""
-        self._check()
-        if self._taken:
-            raise InUseError(
-                f"{asked} of {self.describe()}",
-                rule=f"it is being {self._taken} by another thread",
-                next_step="Let that end first",
-            )
-        self._check_backed(asked)
+        self._check_there(asked)
         right = self._right(place)
         if not (right.writable if needed is Access.READ_WRITE else right.readable):
             raise AccessError(

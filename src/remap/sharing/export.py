@@ -105,14 +105,7 @@ def _take(
     retained: list[int] = []
     try:
         with driver.lock:
-            span._check()
-            span._check_backed("export")
-            if span._taken:
-                raise InUseError(
-                    f"export of {span.describe()}",
-                    rule=f"it is being {span._taken} by another thread",
-                    next_step="Let that end first",
-                )
+            span._check_there("export")
             if isinstance(span, Buffer) and span._arriving is not None:  # importers could not wait for it
                 raise InUseError(
                     f"export of {span.describe()}",
@@ -178,7 +171,7 @@ def _choose(span: Span, properties: AllocationProperties, kind: HandleType | Non
     if kind is None:
         kind = HandleType.POSIX_FD if HandleType.POSIX_FD in made_for else next(iter(made_for), None)
     if kind is None or kind not in made_for:
-        listed = " and ".join(sorted(made_for)) or "none, as of what another process has made"
+        listed = " and ".join(sorted(made_for)) or "none"
         raise _not_made_for(
             span, str(kind or "any handle"), f"its handle types were fixed when it was created: {listed}"
         )
