@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from remap.errors import InUseError, RemapError, ShareError
-from remap.sharing.channel import Fds
+from remap.sharing.channel import Fds, raise_limit
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.fdstore import FdStore, Kept, restore
 from remap.sharing.named import Client, Lease, Named, Waiting, check_handles, page
-from remap.sharing.processes import descriptor_of_end, is_exiting, raise_limit
+from remap.sharing.processes import descriptor_of_end, is_exiting
 from remap.sharing.sockets import Listener, broker_path
 from remap.sharing.wire import (
     LONGEST_PATIENCE,

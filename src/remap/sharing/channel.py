@@ -257,6 +257,15 @@ def batches(fds: Sequence[int]) -> list[Sequence[int]]:
     return [fds[at : at + FDS_PER_PACKET] for at in range(0, len(fds), FDS_PER_PACKET)]
 
 
+def raise_limit() -> None:
+    """Let this process open as many descriptors as it may."""
+    import resource  # not on Windows
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def parse_first(packet: bytes, fds: Fds, most_fds: int) -> tuple[bytes, int]:
     """Return the message in a first packet and how many descriptors will follow; raises `ShareError`."""
     stray = len(fds)

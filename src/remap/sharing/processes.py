@@ -53,12 +53,3 @@ def _has_ended(thread: str) -> bool:
             return bool(int(file.read().rpartition(b")")[2].split()[_FLAGS]) & _EXITING)
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def raise_limit() -> None:
-    """Let this process open as many descriptors as it may."""
-    import resource  # not on Windows
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
