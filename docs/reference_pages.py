@@ -46,7 +46,14 @@ PAGES = (
     Page(
         "buffers",
         "Buffers",
-        ("buffers.base", "buffers.elastic", "buffers.ring", "buffers.shares", "chunks"),
+        (
+            "buffers.base",
+            "buffers.elastic",
+            "buffers.ring",
+            "buffers.shares",
+            "buffers.registrations",
+            "chunks",
+        ),
         "Memory under one address that stays: striped, growing, sparse, or twice in a row. Sizes are rounded up.",
     ),
     Page(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from remap.buffers.pinned import Pinned as Pinned
     from remap.buffers.pinned import pinned as pinned
     from remap.buffers.pinned import register as register
+    from remap.buffers.registrations import Registration as Registration
     from remap.buffers.ring import RingBuffer as RingBuffer
     from remap.buffers.shares import footprint as footprint
     from remap.chunks.pool import ChunkPool as ChunkPool
@@ -213,6 +214,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "buffers.advise": ("Advice", "advise"),
     "buffers.chains": ("Chain", "chain"),
     "buffers.elastic": ("ElasticBuffer",),
+    "buffers.registrations": ("Registration",),
     "buffers.ring": ("RingBuffer",),
     "buffers.shares": ("footprint",),
     "chunks.pool": ("ChunkPool", "chunk_pool"),

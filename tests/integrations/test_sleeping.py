@@ -116,6 +116,25 @@ def test_an_exception_inside_of_a_block(machine: Any) -> None:
         machine.empty(1)
 
 
+def test_registered_memory_stays_awake(machine: Any) -> None:
+    """Sleep refuses a pool that remap was told is registered elsewhere, and names who; deleting tensors ends it."""
+    weights = filled(machine, "weights", 2)
+    registration = machine.registered(weights[0][100:], "NCCL")
+    with pytest.raises(remap.InUseError, match="registered with NCCL"):
+        machine.sleep({"weights": "host"})
+    assert machine.status()["weights"].state == "awake"
+    registration.close()
+    machine.sleep("weights")
+    with pytest.raises(remap.PausedError):
+        machine.registered(weights[0], "NCCL")
+    machine.wake("weights")
+    machine.registered(weights[1], "NCCL")
+    weights.clear()
+    gc.collect()
+    machine.sleep("weights")
+    machine.wake("weights")
+
+
 def test_deleting_tensors_while_they_sleep(torch: Any, machine: Any) -> None:
     """Their addresses and backups are given back; the others wake (trap 23)."""
     weights = filled(machine, "weights")

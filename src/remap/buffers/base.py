@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from remap import drivers
 from remap.buffers.placement import Placement, place
-from remap.errors import OutOfMemoryError, PausedError
+from remap.buffers.registrations import Registration
+from remap.errors import InUseError, OutOfMemoryError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.launches import launches
 from remap.lifetime import Description, Release, Rollback, drain, queued, undo
@@ -40,6 +41,8 @@ class Buffer(Span):
     # The tags that it was made under; residency says so.
     _groups: tuple[str, ...] = ()
     _listeners: tuple[Callable[[Buffer], None], ...] = ()
+    # Who holds the memory registered elsewhere.
+    _registrations: tuple[Registration, ...] = ()
 
     def __init__(self, driver: Any, placement: Placement, stripe: int, alignment: int = 0) -> None:
         super().__init__(driver)
@@ -82,6 +85,14 @@ class Buffer(Span):
         self._check()
         self._listeners = (*self._listeners, listener)
 
+    def registered(self, by: str) -> Registration:
+        """Say that another library, `by` name, has registered the memory: until that is closed, it stays where it is.
+
+        Pausing, migrating, shrinking and closing raise `InUseError` meanwhile, with the name. Deregister there, close
+        what this returns, move, and register again, in a listener of `on_change`, say.
+        """
+        return Registration(self, by)
+
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         """Every (address, size, location) behind this buffer, in order.
@@ -116,6 +127,19 @@ class Buffer(Span):
             finally:
                 driver.release(handle)
         return found
+
+    def _check_registrations(self, doing: str) -> None:
+        if self._registrations:
+            holders = ", ".join(dict.fromkeys(one.by for one in self._registrations))
+            raise InUseError(
+                f"{self.describe()} to be {doing}",
+                rule=f"its memory is registered with {holders}, which would go on using it",
+                next_step="Deregister it there, and close its Registration, first",
+            )
+
+    def _check_closable(self) -> None:
+        self._check_registrations("closed")
+        super()._check_closable()
 
     # -- for residency: the caller holds `_taking`, has waited, and holds the driver's lock --
 

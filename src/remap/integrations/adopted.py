@@ -88,7 +88,8 @@ class AdoptedBuffer(Buffer):
     def give_back(self) -> None:
         """Give back what the framework freed while remap held it, its backup included."""
         self._owned = self._gone = True
-        self._exports = None  # whoever still views it views memory that its own framework has freed
+        # Whoever still views it, or has it registered, does so with memory that its own framework has freed.
+        self._exports, self._registrations = None, ()
         if self._paused:
             self.close(after=None)
         else:
@@ -98,7 +99,7 @@ class AdoptedBuffer(Buffer):
     def vanish(self) -> None:
         """Note that the framework's callback has unmapped it."""
         self._gone = True
-        self._exports = None
+        self._exports, self._registrations = None, ()
         self.close(after=None)
 
     def covers(self, address: int, device: int | None) -> bool:

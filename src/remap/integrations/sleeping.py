@@ -10,6 +10,7 @@ from typing import Any, Self, TypeAlias, cast
 
 from remap import drivers
 from remap.buffers.base import Buffer
+from remap.buffers.registrations import Registration
 from remap.errors import InUseError, InvalidValueError, ShareError
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.memory import memory
@@ -45,8 +46,9 @@ def sleep(
     `wake`, and must not be used before. What is deleted meanwhile goes at the next call of this module.
 
     Waits for all work of the devices. Raises `InUseError` while a thread is inside of a pool, the current stream is
-    being captured, or memory is shared with other processes (`detach=True` lets them keep it), and what `remap.pause`
-    raises. After a failure everything is awake, but for what `remap.pause` says.
+    being captured, memory is registered with another library (`registered`), or shared with other processes
+    (`detach=True` lets them keep it), and what `remap.pause` raises. After a failure everything is awake, but for what
+    `remap.pause` says.
     """
     plan = _plan(tags, keep)
     check_not_capturing("sleep")
@@ -260,6 +262,16 @@ def buffer_of(tensor: Tensor) -> AdoptedBuffer:
     """
     start, _ = span_of(tensor)
     return memory().segment_at(start, device_of(tensor), "the buffer")
+
+
+def registered(tensor: Tensor, by: str) -> Registration:
+    """Say that another library, `by` name, has registered the segment that a tensor lies in: it stays where it is.
+
+    Its pool refuses to sleep, with `InUseError` and the name, until what this returns is closed. To move between
+    sleeps: deregister there, close, `sleep`, `wake`, and register again, in a listener of
+    `buffer_of(tensor).on_change`, say, which is called when all has been done.
+    """
+    return buffer_of(tensor).registered(by)
 
 
 def check_not_capturing(asked: str) -> None:

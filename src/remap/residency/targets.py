@@ -85,6 +85,7 @@ def held(buffers: Iterable[Buffer], doing: str, *, detach: bool = False) -> Gene
                     rule="its contents are still arriving, and another thread waits for them",
                     next_step="Let that end first",
                 )
+            buffer._check_registrations(doing)
             if buffer._shared and not detach:
                 raise InUseError(
                     f"{buffer.describe()} to be {doing}",
