@@ -34,10 +34,17 @@ def test_it_passes(more: tuple[str, ...]) -> None:
 
 
 def test_misuse_and_errors() -> None:
-    """A size that is none is misuse; a peak beyond the capacity is an error that says the rule."""
-    done = demo("--token", "many")
-    assert done.returncode == 64
-    assert "--token" in done.stderr
-    done = demo("--peak", "2MiB", "--capacity", "1MiB")
+    """A size that is none is misuse, and so are sizes that do not fit into each other; no memory is an error."""
+    for more in (
+        ("--token", "many"),
+        ("--token", "0"),
+        ("--peak", "2MiB", "--capacity", "1MiB"),
+        ("--peak", "0"),
+    ):
+        done = demo(*more)
+        assert done.returncode == 64
+        assert "Error: " in done.stderr
+        assert more[0] in done.stderr
+    done = demo("--peak", "10TiB", "--capacity", "10TiB", "--token", "1TiB")
     assert done.returncode == 1
-    assert "fits into the capacity" in done.stderr
+    assert "Ask for less" in done.stderr

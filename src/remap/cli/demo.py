@@ -131,14 +131,21 @@ def elastic(
 
     Exits with 0 for PASS, 1 for FAIL or an error, 2 if CUDA was asked for and is not here, and 64 for misuse.
     """
+    reserved, most, step = _size(capacity, "--capacity"), _size(peak, "--peak"), _size(token, "--token")
+    if not step:
+        raise click.BadParameter("a token has a byte at least.", param_hint="'--token'")
+    if not step <= most <= reserved:
+        raise click.UsageError(
+            f"--token {token} must fit into --peak {peak}, and that into --capacity {capacity}."
+        )
     from remap.cli.elastic import Request, run
 
     request = Request(
         driver=driver,
         device=device,
-        capacity=_size(capacity, "--capacity"),
-        peak=_size(peak, "--peak"),
-        token=_size(token, "--token"),
+        capacity=reserved,
+        peak=most,
+        token=step,
         sequences=sequences,
         ahead=_size(ahead, "--ahead"),
     )
@@ -180,6 +187,10 @@ def pause(
     number = _size(size, "--size")
     if not number:
         raise click.BadParameter("a buffer has a byte at least.", param_hint="'--size'")
+    if directory is not None and keep != "disk":
+        raise click.UsageError(f"--directory is for files, and --keep {keep} writes none: add --keep disk.")
+    if keep_host and keep == "nothing":
+        raise click.UsageError("--keep-host keeps what backups lie in, and --keep nothing makes none.")
     request = Request(
         driver=driver,
         device=device,

@@ -17,7 +17,6 @@ import remap
 from remap import drivers
 from remap.cli.choice import choose_driver
 from remap.cli.report import Report
-from remap.errors import InvalidValueError
 from remap.sizes import format_size
 
 _CELLS = 48
@@ -42,11 +41,6 @@ def run(request: Request) -> bool:
     """Run the program and tell whether every byte and every address stayed; everything is given back."""
     report = Report()
     report.say(f"a cache of {format_size(request.token)} a token, up to {format_size(request.peak)}", "bold")
-    if not 0 < request.token <= request.peak <= request.capacity:
-        raise InvalidValueError(
-            f"tokens of {request.token} bytes, a peak of {request.peak}, a capacity of {request.capacity}",
-            rule="a token has a byte or more, and fits into the peak, which fits into the capacity",
-        )
     choose_driver(request.driver, report)
     try:
         right = _run(request, report)

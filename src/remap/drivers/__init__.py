@@ -34,7 +34,11 @@ def open(name: str | None = None, **options: Any) -> Driver:
     `devices=`, `memory=`, …). Raises `DriverNotFoundError` listing every attempt and its reason.
     """
     if name is not None and name not in NAMES:
-        raise InvalidValueError(f"driver {name!r}", rule=f"the drivers are {', '.join(NAMES)}")
+        raise InvalidValueError(
+            f"driver {name!r}",
+            rule=f"the drivers are {', '.join(NAMES)}",
+            next_step="Name one of them, or none for the first that opens",
+        )
     attempts: list[tuple[str, str]] = []
     for candidate in NAMES if name is None else (name,):
         try:

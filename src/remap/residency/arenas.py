@@ -26,7 +26,8 @@ STRETCH = 16
 Job: TypeAlias = "Future[None]"
 
 _ALIGNMENT = 2 * MiB
-_LONGEST, _SHORTEST = 16 * TiB, 1 * GiB
+_LONGEST, _SHORTEST = 16 * TiB, 4 * SLAB
+_SPARE = 1 * GiB  # what stays for threads, each with a stack and a heap, where addresses are few
 
 
 class Arena:
@@ -39,15 +40,13 @@ class Arena:
         length = _LONGEST
         while True:
             try:
-                self.reserved = pages.reserve(length)
+                self.reserved = _reserve(length)
                 break
             except OSError as error:  # an address-space limit (ulimit -v)
                 length //= 2
                 if length < _SHORTEST:
-                    asked = f"{format_size(2 * length)} of addresses for host memory"
-                    raise driver_error(
-                        "mmap", CudaResult.OUT_OF_MEMORY, asked=asked, rule=str(error)
-                    ) from error
+                    asked = f"{format_size(2 * length)} of addresses for host memory, with some to spare"
+                    raise no_addresses(asked, error.strerror or str(error)) from error
         self.length = length
         self.base = round_up(self.reserved, SLAB)
         self._gaps: list[tuple[int, int]] = [(self.base, self.reserved + length - SLAB)]
@@ -96,9 +95,7 @@ class Arena:
                 first, last = (start - self.base) // SLAB, (start + room - 1 - self.base) // SLAB
                 return Extent(pool, self, start, size, [self.slab(at) for at in range(first, last + 1)])
         asked = f"{format_size(size)} of addresses for host memory"
-        raise driver_error(
-            "mmap", CudaResult.OUT_OF_MEMORY, asked=asked, rule="the pool's addresses are full"
-        )
+        raise no_addresses(asked, f"all of the pool's {format_size(self.length)} are taken")
 
     def free(self, extent: Extent) -> None:
         """Take a piece back, and join it with the gaps beside it."""
@@ -198,6 +195,23 @@ class Slab:
         job = self.job
         if job is not None:
             job.result()
+
+
+def _reserve(length: int) -> int:
+    """Reserve addresses, and leave some to others; raises `OSError`."""
+    address = pages.reserve(length)
+    try:
+        pages.give_back(pages.reserve(_SPARE), _SPARE)
+    except OSError:
+        pages.give_back(address, length)
+        raise
+    return address
+
+
+def no_addresses(asked: str, rule: str) -> DriverError:
+    """Return the error for addresses that the process does not get."""
+    step = "Raise the limit of address space (ulimit -v), or pause less at once"
+    return driver_error("mmap", CudaResult.OUT_OF_MEMORY, asked=asked, rule=rule, next_step=step)
 
 
 def no_memory(size: int, error: OSError) -> DriverError:

@@ -81,7 +81,11 @@ def check_space(directory: Path, size: int) -> None:
     try:
         found = os.statvfs(directory)
     except OSError as error:
-        raise DiskError(f"a backup in {directory}", rule=error.strerror or str(error)) from error
+        raise DiskError(
+            f"a backup in {directory}",
+            rule=error.strerror or str(error),
+            next_step="Name a directory that exists and that you can write to",
+        ) from error
     free = found.f_bavail * found.f_frsize
     if size > free:
         raise DiskError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from remap.drivers.host.work import Work
 from remap.errors import CudaResult, DriverError, InUseError, driver_error
 from remap.sizes import format_size
@@ -24,7 +26,19 @@ def in_use(what: str, work: Work) -> InUseError:
 def system_error(call: str, error: OSError) -> DriverError:
     """Return the error for a system call that failed for a reason which no rule of CUDA covers."""
     rule = f"the operating system refused: {error.strerror or error}"
-    return driver_error(call, 304, "CUDA_ERROR_OPERATING_SYSTEM", asked=call, rule=rule)
+    step = _LIMITS.get(error.errno or 0, "")
+    return driver_error(
+        call,
+        304,
+        "CUDA_ERROR_OPERATING_SYSTEM",
+        asked=call,
+        rule=rule,
+        next_step=step and f"Raise the limit: {step}",
+    )
+
+
+_LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n", errno.ENFILE: "sysctl fs.file-max"}
+"""Where the limits are set that a process may meet here."""
 
 
 def span(address: int, size: int) -> str:
