@@ -211,6 +211,13 @@ def test_what_cannot_sleep(stage: Stage) -> None:
             remap.pause([*buffers, "nobody"])
         with pytest.raises(remap.InvalidValueError, match="keep='moon'"):
             remap.pause(buffers, "moon")  # type: ignore[arg-type]
+        with pytest.raises(remap.InvalidValueError, match="Name several buffers in a list"):
+            remap.pause(buffers[0], buffers[0])  # type: ignore[arg-type]
+        with (
+            remap.SymmetricBuffer(remap.SingleExchange(), SIZE, device=0) as ranks,
+            pytest.raises(remap.InvalidValueError, match="the other ranks would go on using"),
+        ):
+            remap.pause([*buffers, ranks])  # type: ignore[list-item]
         with pytest.raises(TypeError):
             remap.pause([*buffers, 7])  # type: ignore[list-item]
         assert holds(buffers)

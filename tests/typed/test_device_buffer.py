@@ -96,6 +96,8 @@ def test_parts(stage: Stage) -> None:
         buffer[5]
     with pytest.raises(InvalidValueError):
         buffer[1][2][1][0]
+    with pytest.raises(TypeError, match=r"\(0, 1\) of an array of shape .*first axis.*to_host"):
+        buffer[0, 1]  # type: ignore[index]
     row = buffer[3]
     buffer[3].fill(-1)
     assert (row.to_host() == -1).all()

@@ -53,6 +53,11 @@ class TypedMemory(DeviceArray):
                     next_step="Copy to the host and slice there",
                 )
             return self._part((max(stop - start, 0), *rest), self.offset + start * row)
+        if isinstance(key, tuple):
+            rule = "a part is taken along the first axis alone, so that it is contiguous"
+            raise TypeError(
+                f"{key} of an array of shape {self.shape}: {rule}. Copy with to_host(), and index there"
+            )
         index = operator.index(key)
         if not -count <= index < count:
             raise IndexError(f"index {index} of an array of {count}")

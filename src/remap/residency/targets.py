@@ -35,7 +35,8 @@ def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
         named = [(one, keep) for one in _each(what)]
     for target, kept in named:
         if kept not in ("host", "disk", None):
-            raise InvalidValueError(f"keep={kept!r}", rule='it is "host", "disk" or None')
+            step = "Name several buffers in a list" if isinstance(kept, (Buffer, DeviceArray, Group)) else ""
+            raise InvalidValueError(f"keep={kept!r}", rule='it is "host", "disk" or None', next_step=step)
         for buffer in _buffers(target):
             if found.setdefault(buffer, kept) != kept:
                 raise InvalidValueError(
@@ -61,8 +62,10 @@ def _buffers(target: Any) -> tuple[Buffer, ...]:
     if isinstance(target, Resource):
         raise InvalidValueError(
             f"{target.describe()} to sleep or move",
-            rule="its address belongs to its bytes, so that nothing else can stand behind it",
-            next_step="Use remap.allocate, or another buffer that stands on mapped memory",
+            rule=getattr(
+                target, "_stays", "its address belongs to its bytes, so that nothing else can stand behind it"
+            ),
+            next_step="Use remap.allocate, or another buffer that stands on mapped memory of its own",
         )
     raise TypeError(f"buffers, groups and tags can sleep and move, not {type(target)}")
 

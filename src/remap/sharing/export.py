@@ -171,7 +171,7 @@ def _choose(span: Span, properties: AllocationProperties, kind: HandleType | Non
     if kind is None:
         kind = HandleType.POSIX_FD if HandleType.POSIX_FD in made_for else next(iter(made_for), None)
     if kind is None or kind not in made_for:
-        listed = " and ".join(sorted(made_for)) or "none"
+        listed = " and ".join(sorted(made_for)) or "none (nor has what another process made)"
         raise _not_made_for(
             span, str(kind or "any handle"), f"its handle types were fixed when it was created: {listed}"
         )

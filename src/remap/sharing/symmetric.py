@@ -34,6 +34,9 @@ class SymmetricBuffer(Span):
     """
 
     kind: ClassVar[str] = "symmetric buffer"
+    _stays: ClassVar[str] = (
+        "the other ranks would go on using the memory that it has now"  # told by `remap.pause`
+    )
 
     def __init__(
         self,
