@@ -16,7 +16,7 @@ from remap.handles import create_handle
 from remap.lifetime import Release, Rollback, Step
 from remap.locations import Device, in_context
 from remap.ranges import Chunk
-from remap.residency.flow import Flow, actor, near, window_on
+from remap.residency.flow import Flow, actor, near
 from remap.residency.stores import Asleep, FileJobs
 from remap.sizes import counted
 
@@ -67,7 +67,7 @@ class Portion:
             self.buffer._map_chunks(self.chunks, self._handles, rollback)
         rollback.undo(flow.wait)
         for index, chunk in enumerate(self.chunks if backup.keep is not None or poison else ()):
-            at, target = self._target(driver, flow, chunk)
+            at, target = flow.reach(self.buffer, chunk, writes=True)
             if backup.file is not None:
                 assert jobs is not None
                 jobs.add(at, target, backup.file, offset, chunk.size)
@@ -100,16 +100,6 @@ class Portion:
 
     def _actor(self, chunk: Chunk) -> Device | None:
         return actor(self.buffer, chunk.location, writes=True)
-
-    def _target(self, driver: Any, flow: Flow, chunk: Chunk) -> tuple[Device, int]:
-        """Return the device that copies a chunk in, and the address at which it writes it."""
-        at = self._actor(chunk)
-        if at is not None:
-            return at, chunk.address
-        at = near(chunk.location)
-        window = window_on(driver, chunk.address, chunk.size, at)
-        flow.afterwards(window.close)
-        return at, window.address
 
 
 class Worker:

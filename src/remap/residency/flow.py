@@ -10,6 +10,7 @@ from remap.buffers.base import Buffer
 from remap.errors import RemapError
 from remap.lifetime import Release, Step, undo
 from remap.locations import Device, device, in_context
+from remap.ranges import Chunk
 from remap.residency.arenas import Extent
 from remap.residency.results import Progress
 from remap.types import Access, Location
@@ -84,6 +85,16 @@ class Flow:
         with at.current():
             self._driver.fill(address, value, 1, size, lane)
         return lane
+
+    def reach(self, buffer: Buffer, chunk: Chunk, *, writes: bool) -> tuple[Device, int]:
+        """Return the device that copies a chunk, and at which address: in a window of it where none has the right."""
+        at = actor(buffer, chunk.location, writes=writes)
+        if at is not None:
+            return at, chunk.address
+        at = near(chunk.location)
+        window = window_on(self._driver, chunk.address, chunk.size, at)
+        self.afterwards(window.close)
+        return at, window.address
 
     def afterwards(self, call: Callable[..., Any], /, *arguments: Any) -> None:
         """Make a call when the copies are done, whether the block succeeds or not."""

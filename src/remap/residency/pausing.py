@@ -16,7 +16,7 @@ from remap.errors import InvalidValueError, PausedError, RemapError
 from remap.lifetime import Rollback, drain
 from remap.locations import device
 from remap.residency.disk import DiskFile, backup_directory, check_space
-from remap.residency.flow import Flow, actor, near, window_on
+from remap.residency.flow import Flow, near
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.stores import Asleep, FileJobs, Keep, asleep
@@ -194,7 +194,7 @@ def _save(
             room, offset = backups[buffer].extent, 0
             assert room is not None
             for chunk in buffer._chunks:
-                at, source = _source(flow, driver, buffer, chunk)
+                at, source = flow.reach(buffer, chunk, writes=False)
                 flow.out(at, source, chunk.size, room, offset)
                 offset += chunk.size
         jobs = FileJobs(driver, pool, flow, out=True)
@@ -202,7 +202,7 @@ def _save(
             file, offset = DiskFile(directory, _bytes(buffer)), 0
             backups[buffer].file = file
             for chunk in buffer._chunks:
-                at, source = _source(flow, driver, buffer, chunk)
+                at, source = flow.reach(buffer, chunk, writes=False)
                 jobs.add(at, source, file, offset, chunk.size)
                 offset += chunk.size
         jobs.run(keep_host)
@@ -212,17 +212,6 @@ def _save(
 def _drop_unused(buffer: Buffer, backup: Asleep) -> None:
     if buffer._backup is not backup:  # whatever happened in between, a buffer that sleeps on it keeps it
         backup.drop()
-
-
-def _source(flow: Flow, driver: Any, buffer: Buffer, chunk: Any) -> tuple[Any, int]:
-    """Return the device that copies a chunk out, and the address at which it reads it."""
-    at = actor(buffer, chunk.location, writes=False)
-    if at is not None:
-        return at, chunk.address
-    at = near(chunk.location)
-    window = window_on(driver, chunk.address, chunk.size, at)
-    flow.afterwards(window.close)
-    return at, window.address
 
 
 def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> BaseException | None:
