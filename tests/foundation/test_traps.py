@@ -1,4 +1,4 @@
-"""Mistakes that users of other libraries met, and what happens here instead; numbers as in the list of traps.
+"""Mistakes that users of other libraries met, and what happens here instead; numbers as in docs/numbers.md.
 
 Failure safety (3, 4, 8, 10) is in `test_faults.py`, fork (44) in `test_invariants.py`.
 """
