@@ -35,7 +35,10 @@ def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
         named = [(one, keep) for one in _each(what)]
     for target, kept in named:
         if kept not in ("host", "disk", None):
-            step = "Name several buffers in a list" if isinstance(kept, (Buffer, DeviceArray, Group)) else ""
+            given: Any = kept
+            step = (
+                "Name several buffers in a list" if isinstance(given, (Resource, DeviceArray, Group)) else ""
+            )
             raise InvalidValueError(f"keep={kept!r}", rule='it is "host", "disk" or None', next_step=step)
         for buffer in _buffers(target):
             if found.setdefault(buffer, kept) != kept:
