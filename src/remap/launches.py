@@ -54,7 +54,7 @@ class Launches:
         self.waits = object()
 
     def check_none(self, held: object, thing: Resource, doing: str) -> None:
-        """Let launches look again, and raise `InUseError` if one that uses `thing` is under way.
+        """Let launches look again, and raise `InUseError` if one that uses `thing` is under way, or other work.
 
         The caller holds the driver's lock, and when it lets go of that, `thing` says that nobody may use it: it is
         closed, or taken. `held` is how launches name it: its `_uses`, or a stream; None where there never was one.
@@ -66,7 +66,7 @@ class Launches:
         if any(held is one for several in list(self.under_way.values()) for one in several):
             raise InUseError(
                 f"{thing.describe()} to be {doing}",
-                rule="a launch that uses it is under way in another thread",
+                rule="work that uses it is under way in another thread, which is about to queue it",
                 next_step="Let that end first",
             )
 
@@ -124,11 +124,12 @@ class Repeat:
 
     def _look(self) -> None:
         queue = self.queue
-        if isinstance(queue.owner, Resource):
-            queue.owner._check()
         things = [thing for one in self._things if (thing := one()) is not None]
         with queue.device._driver.lock:
             stamp = launches.stamp
+            if isinstance(queue.owner, Resource):
+                queue.owner._check()
+            self._check_current()
             check_uses(things, queue.device.location, self._asked)
         joined = False
         for thing in things:
@@ -141,6 +142,9 @@ class Repeat:
         # Streams are in order, so that they join once; but what a capture has joined is the graph.
         if not (joined and captures_running()):
             self._seen = stamp
+
+    def _check_current(self) -> None:
+        """Raise if the launch is no longer what it was made for; the caller holds the driver's lock."""
 
     def _note(self, owner: object) -> None:
         """Note the stream as one that uses all of it.

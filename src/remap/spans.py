@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from remap.errors import AccessError, InvalidValueError, RemapError
+from remap.launches import launches
 from remap.lifetime import tell, undo, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
 from remap.sizes import Size, format_size, parse_offset
-from remap.streams import Queue, StreamLike, as_stream
+from remap.streams import Queue, Stream, StreamLike, as_stream
 from remap.types import Access, Location
 
 if TYPE_CHECKING:
@@ -192,10 +193,15 @@ class Span(Range):
         token, mine = object(), self._operations
         others = mine if source is None else source._operations
         try:
+            if queue is not None and isinstance(queue.owner, Stream):
+                # As launches do: whoever closes the stream sees this, or has said so before the lock is taken.
+                launches.under_way[token] = (queue.owner,)
             self._begin_use(asked, place, needed, token, part)
             if watchers:
                 tell("begin", self, asked)
             try:
+                if queue is not None and isinstance(queue.owner, Stream):
+                    queue.owner._check()
                 if source is not None:
                     source._begin_use(asked, place, Access.READ, token, source_part)
                 if queue is None:
@@ -231,7 +237,10 @@ class Span(Range):
                 try:
                     mine.discard(token)
                 finally:
-                    others.discard(token)
+                    try:
+                        others.discard(token)
+                    finally:
+                        launches.under_way.pop(token, None)
 
     def _left_in(self, queue: Queue, keep: object, source: Span | None) -> None:
         """Note the stream where an operation has left work."""

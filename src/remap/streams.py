@@ -97,8 +97,8 @@ class Stream(Resource, StreamCalls):
     """A queue of work on one device that runs in order.
 
     `nonblocking=True` (the default) means that it does not order itself with the legacy default stream. Closing waits
-    for its work, so that memory used here knows that this is over; `InUseError` while it is captured or launched on.
-    Source: cuStreamCreateWithPriority.
+    for its work, so that memory used here knows that this is over; `InUseError` while it is captured, or work is just
+    being queued there. Source: cuStreamCreateWithPriority.
     """
 
     __slots__ = ("_end", "device", "handle")

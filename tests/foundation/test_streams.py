@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import remap
 from remap import MiB
 from remap.drivers.wrappers import Faulty, Recording
+from remap.launches import Repeat
 from remap.streams import as_stream
 from remap.testing.bench import wait_until
 from remap.testing.stage import Stage
@@ -43,6 +45,92 @@ def counting(stage: Stage) -> Generator[Counting]:
     remap.use(driver)
     yield driver
     remap.use(stage.recording)
+
+
+class Halting(Faulty):
+    """A driver that holds fills back until they are let."""
+
+    def __init__(self, inner: Any) -> None:
+        self.come, self.let = threading.Event(), threading.Event()
+        super().__init__(inner)
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def halting(*arguments: Any, **keywords: Any) -> Any:
+            if name == "fill":
+                self.come.set()
+                assert self.let.wait(LIMIT)
+            return call(*arguments, **keywords)
+
+        return halting
+
+
+def test_a_stream_stays_while_work_is_being_queued(stage: Stage) -> None:
+    """It is not closed between the look at it and the work: nobody would wait for that (invariants 7 and 13)."""
+    driver = Halting(stage.recording)
+    remap.use(driver)
+    try:
+        with (
+            remap.allocate(SIZE, resident=0) as buffer,
+            remap.Stream(0) as stream,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            filling = pool.submit(buffer.fill, 1, stream=stream)
+            try:
+                assert driver.come.wait(LIMIT)
+                with pytest.raises(remap.InUseError, match="under way in another thread"):
+                    stream.close()
+                assert not stream.closed
+            finally:
+                driver.let.set()
+            filling.result(LIMIT)
+    finally:
+        remap.use(stage.recording)
+
+
+class Meeting(remap.Stream):
+    """A stream that another thread begins to launch on just as it is about to be closed."""
+
+    meet: Callable[[], None]
+
+    def _check_closable(self) -> None:
+        super()._check_closable()
+        self.meet()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_launch_that_meets_a_stream_being_closed(kept: bool) -> None:
+    """It is refused: the wait of whoever closes the stream would not see it (invariant 7)."""
+
+    @remap.kernel
+    def count(out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = out[i] + 1
+
+    with remap.allocate(SIZE, resident=0) as buffer, ThreadPoolExecutor(1) as pool:
+        out = buffer.array("int32", 8)
+        buffer.fill(0)
+        threads: list[int] = []
+        launched: list[Future[None]] = []
+        stream = Meeting(0)
+
+        def launch() -> None:
+            threads.append(threading.get_ident())
+            count.launch(out, grid=1, block=8, stream=stream)
+
+        def looks() -> bool:
+            frame = sys._current_frames().get(threads[0]) if threads else None
+            return frame is not None and frame.f_code is Repeat._look.__code__
+
+        def meet() -> None:
+            launched.append(pool.submit(launch))
+            assert wait_until(looks, LIMIT), "it has not come to wait for the lock"
+
+        stream.meet = meet
+        count.launch(out, grid=1, block=8, stream=stream if kept else None)
+        stream.close()
+        with pytest.raises(remap.ClosedError):
+            launched[0].result(LIMIT)
+        assert out.to_host().tolist() == [1] * 8
 
 
 def test_a_stream_that_is_being_closed_is_not_over(counting: Counting) -> None:

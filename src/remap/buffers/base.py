@@ -41,6 +41,8 @@ class Buffer(Span):
     # The tags that it was made under; residency says so.
     _groups: tuple[str, ...] = ()
     _listeners: tuple[Callable[[Buffer], None], ...] = ()
+    # Here it is always what residency brings, which can be told to `leave()` the buffer.
+    _arriving: Any = None
     # Who holds the memory registered elsewhere.
     _registrations: tuple[Registration, ...] = ()
 
@@ -201,9 +203,8 @@ class Buffer(Span):
         if release is not None and self._backup is not None:
             release.steps += [(self._backup.drop, ())]  # calls nothing that an interrupt could follow
         # Copies of a resume are waited for even where the caller promises that nothing uses it: they are ours.
-        leave = getattr(self._arriving, "leave", None)
-        if release is not None and leave is not None:
-            release.steps.insert(0, (leave, ()))
+        if release is not None and self._arriving is not None:
+            release.steps[:0] = [(self._arriving.leave, ())]
         return release
 
     def _detach(self) -> Release:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from remap.drivers.graph_powers import NodeKind
 from remap.drivers.powers import SupportsRepeats
@@ -46,6 +46,7 @@ class Executable(Resource):
         self._default = as_stream(None, self.device)
         self._failures = graph._failures
         self._uses = Uses()
+        self._updating = False
         with self.device.current():
             try:
                 self._handle: int = self._driver.graph_instantiate(graph._handle, auto_free)
@@ -59,7 +60,7 @@ class Executable(Resource):
         """Note what the nodes of a graph use, so that launches keep it from being taken away."""
         self._nodes = graph.nodes
         self._kept = kept = graph.kept()
-        self._used: list[Usable] = _distinct(one for one in kept if isinstance(one, (Span, Module)))
+        self._used = _used(kept)
         allocations = [node for node in self._nodes if isinstance(node, Allocation)]
         # What each launch leaves allocated, what it frees of other graphs', and what it uses of theirs.
         self._left = tuple(one for one in allocations if one.freed is None)
@@ -106,17 +107,20 @@ class Executable(Resource):
         if self._left or self._foreign:
             self._launch_with_memory(queue)
             return
-        repeat = self._repeat(queue, self._used)
+        used = self._used
+        repeat = self._repeat(queue, used, used)
         repeat.go()
         if not (queue.transient or watchers) and (stream is None or isinstance(stream, Stream)):
-            self._latest = repeat
+            with self._driver.lock:
+                if used is self._used:  # else another thread has updated it
+                    self._latest = repeat
 
-    def _repeat(self, queue: Queue, used: Sequence[Usable]) -> Repeat:
-        """Return a launch on a stream, which uses all this."""
+    def _repeat(self, queue: Queue, used: Sequence[Usable], nodes: Sequence[Usable]) -> Repeat:
+        """Return a launch on a stream, which uses all this; `nodes` is the part of it that is in the nodes."""
         call: Callable[[], None] = partial(self._queue, self.device, self._handle, queue)
         if isinstance(self._driver, SupportsRepeats) and not watchers:
             call = self._driver.repeat_graph_launch(self.device._context, self._handle, queue.handle)
-        return Repeat((self, *used), queue, self._asked, call)
+        return _Run(self, (self, *used), queue, call, nodes)
 
     @staticmethod
     def _queue(at: Device, handle: int, queue: Queue) -> None:
@@ -138,7 +142,7 @@ class Executable(Resource):
         with self._driver.lock:
             for memory in ended:
                 memory._check_closable()
-        self._repeat(queue, [*self._used, *foreign]).go()
+        self._repeat(queue, [*self._used, *foreign], self._used).go()
         for memory in ended:
             memory._end()
         for one in self._left:
@@ -156,8 +160,8 @@ class Executable(Resource):
     def update(self, graph: Graph) -> None:
         """Take over the nodes of a graph of the same shape: other arguments, sizes and buffers.
 
-        Raises `DriverError` for another shape, `NotSupportedError` for memory nodes; then nothing has changed.
-        Source: cuGraphExecUpdate.
+        Raises `DriverError` for another shape, `NotSupportedError` for memory nodes, `InUseError` while another thread
+        launches or updates it; then nothing has changed. Source: cuGraphExecUpdate.
         """
         self._check()
         graph._check()
@@ -169,18 +173,40 @@ class Executable(Resource):
                 "the driver does not update graphs with memory nodes",
                 "Close this executable and instantiate the graph",
             )
-        with self.device.current():
-            self._driver.graph_update(self._handle, graph._handle)
+        begun = False
+        try:
+            with self._driver.lock:
+                self._check()
+                self._check_closable("updated")
+                self._updating = begun = True
+                # Until it is known which nodes it has, launches would use those of both.
+                before, more = (self._used, self._kept), graph.kept()
+                self._used, self._kept = [*self._used, *_used(more)], [*self._kept, *more]
+                self._latest = None
+            try:
+                with self.device.current():
+                    self._driver.graph_update(self._handle, graph._handle)
+            except RemapError:
+                self._used, self._kept = before
+                raise
+            with self._driver.lock:
+                self._take(graph)
+        finally:
+            if begun:
+                self._updating = False
         # Runs under way still use what the nodes named before.
-        before = self._kept
-        self._take(graph)
-        self._uses.keep(before)
+        self._uses.keep(before[1])
 
     def _check_use(self, asked: str, place: Location) -> None:
         self._check()
+        if self._updating:
+            raise InUseError(asked, rule=_UPDATING, next_step="Let that end first")
 
-    def _check_closable(self) -> None:
-        launches.check_none(self._uses, self, "closed")
+    def _check_closable(self, doing: str = "closed") -> None:
+        if self._updating:
+            asked = f"{self.describe()} to be {doing}"
+            raise InUseError(asked, rule=_UPDATING, next_step="Let that end first")
+        launches.check_none(self._uses, self, doing)
 
     def _runs(self) -> bool:
         """Tell whether a stream that it was launched on has work left; does not wait."""
@@ -203,6 +229,38 @@ class Executable(Resource):
         detail = f"{counted(len(self._nodes), 'node')} on {self.device}"
         return Description(self.kind, self.serial, size, None, detail)
 
+
+class _Run(Repeat):
+    """A launch of an executable as long as that has the nodes whose memory the launch uses."""
+
+    __slots__ = ("_nodes", "_of")
+
+    def __init__(
+        self,
+        of: Executable,
+        things: Sequence[Usable],
+        queue: Queue,
+        call: Callable[[], None],
+        nodes: Sequence[Usable],
+    ) -> None:
+        super().__init__(things, queue, of._asked, call)
+        self._of = ref(of)
+        self._nodes = nodes
+
+    def _check_current(self) -> None:
+        of = self._of()
+        if of is not None and of._used is not self._nodes:
+            raise InUseError(
+                self._asked, rule="another thread has updated it meanwhile", next_step="Launch it again"
+            )
+
+
+def _used(kept: Iterable[object]) -> list[Usable]:
+    """Return what launches keep from being taken away."""
+    return _distinct(one for one in kept if isinstance(one, (Span, Module)))
+
+
+_UPDATING = "another thread is updating it"
 
 _calling: WeakSet[Executable] = WeakSet()
 """Those that call functions of Python."""
