@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
 import time
 
 import pytest
+
+import remap
 
 LIMIT = 0.15
 HEAVY = ("click", "cuda", "cupy", "mpi4py", "numba", "numpy", "rich", "torch")
@@ -55,3 +58,18 @@ def test_modules_that_go_by_a_short_name() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout == "True\n" or "pip install" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("alocate", "did you mean remap.allocate?"),
+        ("handles", "it is a module of its own: import remap.handles"),
+        ("nothing.like.it", ""),
+        ("_private", ""),
+    ],
+)
+def test_what_does_not_exist_is_an_attribute_error(name: str, hint: str) -> None:
+    """A name that does not exist, or is no name at all, is an AttributeError, with what may have been meant."""
+    with pytest.raises(AttributeError, match=f"has no attribute '{re.escape(name)}'(; )?{re.escape(hint)}$"):
+        getattr(remap, name)

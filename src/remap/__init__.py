@@ -310,7 +310,7 @@ def __getattr__(name: str) -> Any:
 
 def _hint(name: str) -> str:
     """Return what a name that does not exist may have meant, as the rest of a message."""
-    if name.startswith("_"):  # asked for by tools, which catch it
+    if name.startswith("_") or not name.isidentifier():  # asked for by tools, which catch it
         return ""
     from difflib import get_close_matches
     from importlib.util import find_spec
