@@ -50,9 +50,14 @@ class Uses:
         """Keep things alive until the next wait: what work that was noted still uses."""
         self._held += things
 
-    def check_not_capturing(self, asked: str) -> None:
-        """Raise `InUseError` if a stream to be waited for is being captured; nothing has been waited for then."""
+    def check_not_capturing(self, asked: str, but: Queue | None = None) -> None:
+        """Raise `InUseError` if a stream to be waited for is being captured; nothing has been waited for then.
+
+        `but` is a stream that the caller has asked itself.
+        """
         for queue in list(self._streams.values()):
+            if but is not None and queue.handle == but.handle and queue.device == but.device:
+                continue
             with queue.kept() as there:
                 if there:
                     queue.check_not_capturing(asked)

@@ -56,6 +56,20 @@ def test_closing_never_waits(stage: Stage) -> None:
     assert remap.DeviceBox.statistics(0).used == 0
 
 
+def test_closing_asks_each_stream_once(stage: Stage) -> None:
+    """Whether a stream is being captured is asked once for each, as every question makes a close longer."""
+    with remap.Stream(0) as home, remap.Stream(0) as other:
+        for streams in ((home,), (home, other)):
+            box = remap.DeviceBox.zeroed(COUNT, "uint8", stream=home)
+            for stream in streams:
+                box.fill(7, stream=stream)
+            mark = len(stage.recording.calls)
+            box.close()
+            asked = [call.arguments[0] for call in stage.since(mark) if call.name == "stream_capturing"]
+            assert asked == [stream.handle for stream in streams]
+    settle()
+
+
 def test_other_streams_wait_for_the_allocation(stage: Stage) -> None:
     """Work on another stream comes after what the home stream has queued, with no word from the user."""
     with remap.Stream(0) as home, remap.Stream(0) as other, gate(home) as opened:

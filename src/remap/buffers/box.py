@@ -95,13 +95,18 @@ class PoolMemory(FixedMemory):
 
     def _check_closable(self) -> None:
         super()._check_closable()
+        if not self._size:
+            return
         asked = f"closing {self.kind} {self.serial}"
-        if self._size and not self.home.transient:
-            with self.home.kept() as there:
-                if there:
-                    _check_not_capturing(self.home, asked)
-        if self._known_uses is not None:
-            self._known_uses.check_not_capturing(asked)
+        with self.device.current():  # once for all that are asked
+            known: Queue | None = None
+            if not self.home.transient:
+                with self.home.kept() as there:
+                    if there:
+                        _check_not_capturing(self.home, asked)
+                        known = self.home
+            if self._known_uses is not None:
+                self._known_uses.check_not_capturing(asked, but=known)
 
     def _detach(self) -> Release:
         if not self._size:
