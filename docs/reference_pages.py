@@ -225,7 +225,8 @@ def profiles_text(folder: Path) -> str:
     text += [f"| fact | {' | '.join(measured)} |", "|---" * (1 + len(measured)) + "|"]
     for name in dict.fromkeys(name for facts in measured.values() for name in facts):
         values = [_cell(facts[name]) if name in facts else "–" for facts in measured.values()]
-        mark = "**" if len(set(values)) > 1 and not name.startswith(("about.", "cost_us.")) else ""
+        answers = set(values) - {"–"}  # what an older remap did not measure tells nothing
+        mark = "**" if len(answers) > 1 and not name.startswith(("about.", "cost_us.")) else ""
         text.append(f"| {mark}{name}{mark} | {' | '.join(values)} |")
     return "\n".join(text) + "\n"
 

@@ -1,11 +1,13 @@
 """What a driver does where the rule book has a number: measured call by call, for the profile of a driver and GPU.
 
 Each fact is named for its rule (T1 to T17) and is a value or the name of the error; the costs are medians in
-microseconds. The conformance suite says what a driver must do; this writes down what it does, to compare two.
+microseconds. The conformance suite says what a driver must do; this writes down what it does, to compare two. What
+only ends of processes can tell is left to the suite: faults of kernels (T10), exporters that die (T14).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import statistics
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from remap.drivers.graph_powers import HighMark, SupportsGraphMemory, SupportsGraphs
 from remap.drivers.powers import SupportsPools
 from remap.drivers.protocol import Driver, SupportsSharing
 from remap.errors import DriverError, RemapError
@@ -23,6 +26,7 @@ from remap.types import Access, AllocationProperties, HandleType, Host, HostNuma
 _DEVICE = Location(LocationKind.DEVICE, 0)
 _RW = Access.READ_WRITE
 _REPEATS = 15
+_GRAPH = 64 * MiB  # what a graph allocates: the size for which the figures of hardware are known
 
 
 def measure(driver: Driver) -> Iterator[tuple[str, Any]]:
@@ -35,10 +39,12 @@ def measure(driver: Driver) -> Iterator[tuple[str, Any]]:
     yield "about.python", platform.python_version()
     yield "about.devices", driver.device_count()
     context = driver.retain_context(0)
+    yield from _without_context(driver)
     driver.push_context(context)
     try:
         yield from _objects(driver)
         yield from _mappings(driver)
+        yield from _graphs(driver)
         yield from _sharing(driver)
         yield from _costs(driver)
     finally:
@@ -55,6 +61,26 @@ def _outcome(call: Callable[[], Any]) -> str:
     except RemapError as error:
         return type(error).__name__
     return "SUCCESS"
+
+
+def _without_context(driver: Driver) -> Iterator[tuple[str, Any]]:
+    """Yield what works on a thread on which no context is current."""
+    device = AllocationProperties(_DEVICE)
+    size = driver.granularity(device).minimum
+
+    def objects() -> None:
+        address, handle = driver.reserve(size), driver.create(size, device)
+        driver.map(address, size, handle)
+        driver.set_access(address, size, [(_DEVICE, _RW)])
+        fill.append(_outcome(lambda: driver.fill(address, 1, 1, size, 0)))
+        driver.unmap(address, size)
+        driver.release(handle)
+        driver.free_range(address, size)
+
+    fill: list[str] = []
+    yield "T11.no_context.create_map_access_unmap_release", _outcome(objects)
+    yield "T11.no_context.fill", fill[0] if fill else "not reached"
+    yield "T11.no_context.memory_info", _outcome(driver.memory_info)
 
 
 def _objects(driver: Driver) -> Iterator[tuple[str, Any]]:
@@ -132,6 +158,127 @@ def _mappings(driver: Driver) -> Iterator[tuple[str, Any]]:
     finally:
         driver.unmap(address, 4 * size)
         driver.free_range(address, 4 * size)
+
+
+def _graphs(driver: Driver) -> Iterator[tuple[str, Any]]:
+    if not isinstance(driver, SupportsGraphs) or not isinstance(driver, SupportsGraphMemory):
+        yield "T15.graphs", "the driver has none"
+        return
+    stream = driver.create_stream()
+    try:
+        yield "T13.graph.over_memory_backed_anew", _survives(driver, stream)
+        if driver.capabilities(0)["memory_pools"] and driver.memory_info().free > 4 * _GRAPH:
+            yield from _graph_memory(driver, stream)
+    finally:
+        driver.destroy_stream(stream)
+
+
+def _survives(driver: Any, stream: int) -> bool | str:
+    """Tell whether an executable fills the memory that stands at its address now, and not what stood there before."""
+    device = AllocationProperties(_DEVICE)
+    size = driver.granularity(device).minimum
+    address, graph = driver.reserve(size), driver.graph_create()
+    executable = 0
+
+    def backed(call: Callable[[], Any]) -> Any:
+        handle = driver.create(size, device)
+        driver.map(address, size, handle)
+        driver.release(handle)
+        driver.set_access(address, size, [(_DEVICE, _RW)])
+        driver.fill(address, 0, 1, size, stream)
+        driver.synchronize_stream(stream)
+        try:
+            return call()
+        finally:
+            driver.unmap(address, size)
+
+    def instantiated() -> int:
+        driver.graph_add_fill(graph, (), address, 0x5A, 1, size)
+        made: int = driver.graph_instantiate(graph)
+        driver.graph_launch(made, stream)
+        driver.synchronize_stream(stream)
+        return made
+
+    def launched() -> bool:
+        driver.graph_launch(executable, stream)
+        found = (ctypes.c_ubyte * size)()
+        driver.copy_to_host(ctypes.addressof(found), address, size, stream)
+        driver.synchronize_stream(stream)
+        return bytes(found) == b"\x5a" * size
+
+    try:
+        executable = backed(instantiated)
+        found: bool = backed(launched)
+        return found
+    except DriverError as error:
+        return error.name
+    finally:
+        if executable:
+            driver.graph_exec_destroy(executable)
+        driver.graph_destroy(graph)
+        driver.free_range(address, size)
+
+
+def _graph_memory(driver: Any, stream: int) -> Iterator[tuple[str, Any]]:
+    """Yield what graphs hold, step by step, and how their addresses are given; nothing is held at the end."""
+
+    def used() -> int:
+        return int(driver.graph_figures(0).used)
+
+    def made(frees: bool) -> tuple[int, int, int, int]:
+        graph = driver.graph_create()
+        node, address = driver.graph_add_allocate(graph, (), 0, _GRAPH)
+        last = driver.graph_add_fill(graph, [node], address, 1, 1, _GRAPH)
+        if frees:
+            last = driver.graph_add_free(graph, [last], address)
+        return graph, driver.graph_instantiate(graph), address, last
+
+    def launched(executable: int) -> int:
+        driver.graph_launch(executable, stream)
+        return used()
+
+    driver.graph_trim(0)
+    before = used()
+    freeing = [made(True) for _ in range(2)]
+    yield "T15.bytes_of_a_graph", _GRAPH
+    yield "T15.used.instantiated", used() - before
+    yield "T15.used.one_stream", [launched(executable) - before for _, executable, _, _ in freeing]
+    driver.synchronize_stream(stream)
+    yield "T15.used.done", used() - before
+    driver.graph_trim(0)
+    yield "T15.used.trimmed", used() - before
+    yield "T15.high_mark.stays", driver.graph_figures(0).used_high >= _GRAPH
+    yield "T15.high_mark.set_to_1", _outcome(lambda: driver.graph_set_high(0, HighMark.USED, 1))
+    yield "T15.addresses_of_graphs_differ", freeing[0][2] != freeing[1][2]
+    yield from _graph_addresses(driver)
+    yield "T16.clone", _outcome(lambda: driver.graph_destroy(driver.graph_clone(freeing[1][0])))
+    yield "T16.instantiate_twice", _outcome(lambda: driver.graph_instantiate(freeing[1][0]))
+    leaving = [made(False) for _ in range(2)]
+    yield "T15.used.without_free_nodes", [launched(executable) - before for _, executable, _, _ in leaving]
+    yield "T15.launch_while_unfreed", _outcome(lambda: driver.graph_launch(leaving[0][1], stream))
+    driver.synchronize_stream(stream)
+    driver.graph_trim(0)
+    yield "T15.used.trimmed_while_held", used() - before
+    for _, _, address, _ in leaving:
+        driver.free(address)
+    yield "T15.used.freed", used() - before
+    driver.graph_trim(0)
+    yield "T15.used.trimmed_at_last", used() - before
+    for graph, executable, _, _ in (*freeing, *leaving):
+        driver.graph_exec_destroy(executable)
+        driver.graph_destroy(graph)
+    driver.graph_trim(0)
+
+
+def _graph_addresses(driver: Any) -> Iterator[tuple[str, Any]]:
+    graph = driver.graph_create()
+    node, address = driver.graph_add_allocate(graph, (), 0, _GRAPH)
+    free = driver.graph_add_free(graph, [node], address)
+    yield "T16.free_twice", _outcome(lambda: driver.graph_add_free(graph, [free], address))
+    yield "T16.free_of_a_foreign_address", _outcome(lambda: driver.graph_add_free(graph, [free], 1 << 40))
+    _, again = driver.graph_add_allocate(graph, [free], 0, _GRAPH)
+    yield "T16.address_after_a_free_is_the_same", again == address
+    driver.graph_destroy(graph)
 
 
 def _sharing(driver: Driver) -> Iterator[tuple[str, Any]]:
