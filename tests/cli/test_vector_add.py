@@ -10,6 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import remap
+from remap.cli.report import Report
+from remap.cli.vector_add import Request, _Program
+from remap.cli.vectors import Float32, RandomVector
+from remap.kernels import Kernel
+from remap.spans import Span
+
 DRIVER = os.environ["REMAP_DRIVER"]
 HOST_ONLY = pytest.mark.skipif(DRIVER != "host", reason="checks figures of the simulated devices")
 
@@ -130,6 +137,42 @@ def test_special_numbers(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     with np.errstate(over="ignore"):
         assert np.array_equal(np.load(file), special + special, equal_nan=True)
+
+
+class Careless(_Program):
+    """The program with a kernel that leaves some elements out, and rounds one."""
+
+    def _launch(self, kernel: Kernel, spans: list[Span], length: int) -> None:
+        super()._launch(kernel, spans, length)
+        remap.device().synchronize()
+        close = spans[2].to_host(np.float32, 1, offset=40) * np.float32(1 + 2**-23)
+        spans[2].copy_from_host(close, offset=40)
+        spans[2].fill(0, offset=4000, size=8)
+
+
+def test_a_wrong_sum_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sum that is off by more than 1e-7 is wrong, and the first such element is named; 1e-7 is allowed (A7)."""
+    nothing = {
+        "driver": None,
+        "device": None,
+        "resident": None,
+        "accessing": None,
+        "files": None,
+        "out": None,
+    }
+    request = Request(**nothing, length=5000, plain=False)
+    vectors = SmallVector(5000, 1), SmallVector(5000, 2)
+    assert _Program(request, Report()).run(*vectors, None)
+    assert not Careless(request, Report()).run(*vectors, None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the first that is wrong is element 1,000" in said
+
+
+class SmallVector(RandomVector):
+    """Numbers so small that rounding one of their sums is below what is allowed."""
+
+    def piece(self, start: int, stop: int) -> Float32:
+        return super().piece(start, stop) / np.float32(8)
 
 
 @pytest.mark.parametrize(

@@ -241,8 +241,9 @@ def _check(result: Span, a: Vector, b: Vector, writer: NpyWriter | None) -> tupl
             if not wrong.any():
                 continue
             errors = np.abs(found[wrong].astype(np.float64) - expected[wrong])
-            largest = float(np.where(np.isnan(errors), np.inf, errors).max())
+            errors[np.isnan(errors)] = np.inf
+        largest = float(errors.max())
         if worst <= TOLERANCE < largest:
-            where = start + int(np.flatnonzero(wrong)[0])
+            where = start + int(np.flatnonzero(wrong)[np.argmax(errors > TOLERANCE)])
         worst = max(worst, largest)
     return worst, where
