@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +98,29 @@ def test_markup_in_names_is_text() -> None:
     """What looks like markup in a group's name is printed as it is."""
     with remap.group("[red]x[/red]"), remap.allocate(2 * MiB):
         assert "[red]x[/red]" in as_text(remap.snapshot())
+
+
+STEERING = "\x1b]0;title\x07\x1b[2J\r\u202e"
+
+
+def test_nothing_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Characters of a file that would steer the terminal, or turn text around, are spelled out (11)."""
+    first, second, trace = (str(tmp_path / name) for name in ("first.json", "second.json", "trace.json"))
+    remap.snapshot().save(first)
+    with remap.trace(trace), remap.group(STEERING), remap.allocate(2 * MiB):
+        taken = remap.snapshot()
+    items = tuple(dataclasses.replace(item, kind=STEERING, site=(STEERING,)) for item in taken.items)
+    dataclasses.replace(taken, items=items, driver=STEERING, taken=STEERING).save(second)
+    document = json.loads(Path(trace).read_text())
+    document["otherData"].update(started=STEERING, driver=STEERING)
+    for event in document["traceEvents"]:
+        event.get("args", {}).update(method=STEERING)
+    Path(trace).write_text(json.dumps(document))
+    for words in (["map", second], ["map", second, "--since", first], ["trace", trace]):
+        assert run(words) == 0
+        said = capsys.readouterr().out
+        assert "\\x1b]0;title\\x07" in "".join(said.split())
+        assert not any(one in said for one in "\x1b\x07\r\u202e")
 
 
 def test_the_command(

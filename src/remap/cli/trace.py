@@ -16,9 +16,10 @@ def trace(file: str, language: str | None) -> int:
     REMAP_TRACE=FILE or remap.trace(FILE) records one; Perfetto (ui.perfetto.dev) and chrome://tracing open it, too.
     """
     from remap.observe.chrome import read
+    from remap.observe.reading import printable
 
     found = read(file)
-    driver = f"the {found.driver} driver" if found.driver else "no driver (none was opened)"
+    driver = f"the {printable(found.driver)} driver" if found.driver else "no driver (none was opened)"
     if language is not None:
         from remap.observe.languages import writer
         from remap.observe.program import write_program
@@ -29,7 +30,7 @@ def trace(file: str, language: str | None) -> int:
     from remap.cli.report import Report
 
     report = Report()
-    report.step("trace", f"{len(found.calls):,} calls of {driver}, begun {found.started}")
+    report.step("trace", f"{len(found.calls):,} calls of {driver}, begun {printable(found.started)}")
     if found.left_out:
         report.step("", f"{found.left_out:,} more were made than the trace keeps")
     times: dict[str, list[float]] = {}
@@ -40,5 +41,7 @@ def trace(file: str, language: str | None) -> int:
     for name, spent in sorted(times.items(), key=lambda entry: -sum(entry[1])):
         bad = f", {refused[name]} refused" if refused[name] else ""
         middle = sorted(spent)[len(spent) // 2]
-        report.step("", f"{name}: {len(spent):,} × {middle:,.1f} µs = {sum(spent) / 1000:,.2f} ms{bad}")
+        report.step(
+            "", f"{printable(name)}: {len(spent):,} × {middle:,.1f} µs = {sum(spent) / 1000:,.2f} ms{bad}"
+        )
     return 0

@@ -38,6 +38,13 @@ def parse_json(text: str, what: str) -> Any:
         raise InvalidValueError(what, rule=f"it is not JSON ({error})", next_step="Write it again") from None
 
 
+def printable(text: str) -> str:
+    """Return text for a terminal: characters that would steer it, or hide, are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 class Fields:
     """One JSON object, read field by field; each raises `InvalidValueError` naming the field that is wrong."""
 

@@ -20,7 +20,7 @@ from remap.drivers.powers import SupportsPools
 from remap.errors import InvalidValueError, RemapError
 from remap.lifetime import Resource
 from remap.locations import Device, devices
-from remap.observe.reading import FileLike
+from remap.observe.reading import FileLike, printable
 from remap.sizes import format_size
 from remap.types import Access, Held, Location, LocationKind
 
@@ -254,7 +254,7 @@ class Difference:
             f"{place}: {'+' if change > 0 else '-'}{format_size(abs(change))}"
             for place, change in self.footprint.items()
         ]
-        return "\n".join(lines) or "nothing changed"
+        return "\n".join(map(printable, lines)) or "nothing changed"
 
 
 def snapshot() -> Snapshot:

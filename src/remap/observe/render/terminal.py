@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from remap.observe.lanes import Lane, lanes_of
+from remap.observe.reading import printable
 from remap.observe.snapshot import Piece, Share, Snapshot, sum_by_location
 from remap.sizes import counted, format_size
 from remap.types import Access, Location
@@ -217,7 +218,11 @@ def style(place: Location) -> str:
 def _wrapped(line: str, width: int, look: str = "") -> Iterator[Text]:
     indent = " " * (len(line) - len(line.lstrip()))
     parts = textwrap.wrap(
-        line.strip(), width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+        printable(line.strip()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_on_hyphens=False,
     )
     for part in parts or [""]:
         yield Text(part, look)
