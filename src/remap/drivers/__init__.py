@@ -17,8 +17,8 @@ from remap import lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import DriverNotFoundError, ForkedError, InUseError, InvalidValueError, RemapError
 from remap.forks import in_child
+from remap.lifetime import Rollback
 from remap.loading import loading
-from remap.releases import Rollback
 from remap.sizes import counted
 
 __all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "opened", "use"]
