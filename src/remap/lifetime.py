@@ -3,8 +3,8 @@
 Every object that owns something of a driver is a `Resource`. Closing it and collecting it unclosed run the same
 `Release`: a record of raw driver calls that no longer needs the object. `close()` runs the record at once; a
 finaliser may run on any thread, in the middle of any other call, so it only queues the record (invariant 4), and the
-next public call that builds or closes something, or `collect()`, runs it. Records and rollbacks stand in `releases`, which
-knows no objects; the rooms above take them from here.
+next public call that builds or closes something, or `collect()`, runs it. Records and rollbacks stand in `releases`,
+which knows no objects; the rooms above take them from here.
 
 Rejected: `weakref.finalize` (its callbacks run inside the collection, where neither locks nor driver calls are
 safe) and finalisers that free at once (the same, and they would unmap memory under running work).
