@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,13 @@ def test_source_tells_the_parameters_that_the_compiler_gives() -> None:
 def test_an_architecture_that_is_none_is_refused(arch: str | list[str], why: str) -> None:
     """An unknown architecture is refused before the compiler runs, with what there is."""
     with pytest.raises(CompileError, match=why):
+        kernels.compile(SOURCE, arch=arch)
+
+
+@pytest.mark.parametrize("arch", [90, [75, 90], ["sm_90", 9.0]])
+def test_an_architecture_is_a_text(arch: Any) -> None:
+    """A number, which may mean machine code or PTX, is refused with the two ways to say it."""
+    with pytest.raises(TypeError, match='"sm_90" or "compute_90"'):
         kernels.compile(SOURCE, arch=arch)
 
 
