@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from remap import drivers
@@ -40,9 +40,52 @@ def compile(
     elif source.endswith((".cu", ".cuh", ".cpp")):
         rule = "this is the name of a file, and the text of one is wanted"
         raise CompileError(f"compile {source!r}", rule=rule, next_step="Pass Path(name).read_text()")
-    given: Any = arch  # a number too, from a program without types
-    several = isinstance(given, Iterable) and not isinstance(given, str)
-    chosen: tuple[Any, ...] = tuple(dict.fromkeys(given)) if several else (given,)
+    chosen = _architectures(arch)
+    flags = [*options]
+    # Debug code has its lines anyway, and the assembler warns of the pair.
+    flags += ["--device-debug"] if debug else ["--generate-line-info"] if lineinfo else []
+    members: list[tuple[str, bytes]] = []
+    entries: dict[str, Entry] = {}
+    for architecture in chosen:
+        compiled = nvrtc.run(source, name, [f"--gpu-architecture={architecture}", *flags], instances)
+        expressions = {symbol: expression for expression, symbol in compiled.lowered.items()}
+        # PTX is there beside machine code, and it alone tells the types of the parameters.
+        for entry in Image.from_bytes(compiled.ptx, name).entries or ():
+            entries[entry.symbol] = Entry(entry.symbol, entry.parameters, expressions.get(entry.symbol, ""))
+        members.append((architecture, compiled.cubin if architecture.startswith("sm_") else compiled.ptx))
+    found = tuple(entries.values())
+    if len(members) == 1:
+        if chosen[0].startswith("sm_"):
+            return Image(ImageKind.CUBIN, members[0][1], chosen, name, found)
+        return Image(ImageKind.PTX, members[0][1].rstrip(b"\0"), chosen, name, found)
+    return Image(ImageKind.FATBIN, nvrtc.join(members, name), chosen, name, found)
+
+
+def architecture_for(capability: tuple[int, int]) -> str:
+    """Return the architecture that the installed NVRTC should compile for, to run on a device.
+
+    Machine code, unless the device is newer than the compiler: then PTX of the newest that both know.
+    """
+    number = capability[0] * 10 + capability[1]
+    known = nvrtc.architectures()
+    if number in known:
+        return f"sm_{number}"
+    older = [one for one in known if one < number]
+    if not older:
+        raise CompileError(
+            f"compile for compute capability {capability[0]}.{capability[1]}",
+            rule=f"NVRTC {_dotted()} compiles for {known[0]} and newer",
+            next_step="Install an older NVRTC: pip install 'remap[cu12]'",
+        )
+    return f"compute_{older[-1]}"
+
+
+def _architectures(arch: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the architectures to compile for, each once, checked against what NVRTC knows."""
+    if arch is None:
+        return _of_devices()
+    several: Any = (arch,) if isinstance(arch, str | int | float) else arch  # a number, if no checker looked
+    chosen: tuple[Any, ...] = tuple(dict.fromkeys(several))
     if not chosen:
         raise CompileError("compile for no architecture", rule='name at least one, such as arch="sm_90"')
     known = nvrtc.architectures()
