@@ -97,8 +97,9 @@ def test_workers_of_a_data_loader(torch: Any) -> None:
         warnings.simplefilter("ignore")
         from torch.utils.data import DataLoader
         if __name__ == "__main__":
-            loader = DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")
-            assert sorted(int(one) for batch in loader for one in batch) == list(range(8))
+            for way in ("fork", "spawn"):
+                loader = DataLoader(list(range(8)), num_workers=2, multiprocessing_context=way)
+                assert sorted(int(one) for batch in loader for one in batch) == list(range(8))
             torch.sleep({"weights": "host", "kv": None})
             torch.wake()
             assert float(weights[0]) == 3
@@ -110,7 +111,7 @@ def test_workers_of_a_data_loader(torch: Any) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_ranks_wake_together_or_not_at_all(torch: Any) -> None:
-    """A rank that is short of memory keeps all of them asleep, each with its own error; later all of them wake."""
+    """A rank that is short of memory, or asks wrongly, keeps all asleep, each with an error; later all wake."""
     assert torch is not None
     if remap.driver().name == "cuda" and remap.driver().device_count() < 2:
         pytest.skip("both ranks would share one device's memory")
@@ -118,7 +119,10 @@ def test_ranks_wake_together_or_not_at_all(torch: Any) -> None:
     assert told[0][0].startswith("ShareError")
     assert "rank 1 could not" in told[0][0]
     assert told[1][0].startswith("OutOfMemoryError")
-    assert [one[1:] for one in told] == [("asleep", "awake", True)] * 2
+    assert "; InvalidValueError: group 'nothing'" in told[0][0]
+    assert "; ShareError" in told[1][0]
+    assert "rank 0 could not: group 'nothing'" in told[1][0]
+    assert [one[1:] for one in told] == [("asleep, asleep", "awake", True)] * 2
 
 
 @pytest.mark.timeout(240)

@@ -204,7 +204,7 @@ def _survives(driver: Any, stream: int) -> bool | str:
         found = (ctypes.c_ubyte * size)()
         driver.copy_to_host(ctypes.addressof(found), address, size, stream)
         driver.synchronize_stream(stream)
-        return bytes(found) == b"\x5a" * size
+        return bool(bytes(found) == b"\x5a" * size)
 
     try:
         executable = backed(instantiated)

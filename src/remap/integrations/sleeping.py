@@ -89,25 +89,15 @@ def wake(
         raise InvalidValueError(
             "wake with exchange= and events=True", rule="ranks can only agree on what has been done"
         )
-    found = memory()
-    plan = _plan(sorted(_asleep()) if tags is None else tags, None)
-    for tag in plan:
-        known_group(tag)
-    check_not_capturing("wake")
-    with _moving(plan, "woken") as chosen:
-        found.reap()
-        known = groups()
-        buffers = [buffer for tag in plan if tag in known for buffer in known[tag].buffers if buffer.paused]
-        kept: dict[Buffer, Keep] = {buffer: _keep(buffer) for buffer in buffers}
-        first = _segments_of(order or ())
-        options: dict[str, Any] = {
-            "wait": wait, "order": first, "keep_host": keep_host or exchange is not None,
-            "progress": progress, "poison": poison,
-        }  # fmt: skip
+    options: dict[str, Any] = {
+        "wait": wait, "keep_host": keep_host or exchange is not None, "progress": progress, "poison": poison,
+    }  # fmt: skip
+    if exchange is not None:
+        return _together(exchange, tags, order or (), options)
+    with _waking(tags) as (chosen, buffers):
+        options["order"] = _segments_of(order or ())
         woken: Moved | Arriving
-        if exchange is not None:
-            woken = _together(exchange, buffers, kept, options)
-        elif events:
+        if events:
             options.pop("progress")
             woken = Arriving(resume(buffers, events=True, **options))
         else:
@@ -117,33 +107,58 @@ def wake(
     return woken
 
 
+@contextmanager
+def _waking(tags: str | Iterable[str] | None) -> Generator[tuple[list[Pool], list[Buffer]]]:
+    """Keep everyone out of the pools of some tags, or of all that sleep; yield them, and the buffers that sleep."""
+    plan = _plan(sorted(_asleep()) if tags is None else tags, None)
+    for tag in plan:
+        known_group(tag)
+    check_not_capturing("wake")
+    with _moving(plan, "woken") as chosen:
+        memory().reap()
+        known = groups()
+        yield (
+            chosen,
+            [buffer for tag in plan if tag in known for buffer in known[tag].buffers if buffer.paused],
+        )
+
+
 def _together(
-    exchange: Exchange, buffers: list[Buffer], kept: dict[Buffer, Keep], options: dict[str, Any]
+    exchange: Exchange, tags: str | Iterable[str] | None, order: Iterable[Any], options: dict[str, Any]
 ) -> Moved:
-    """Wake on all ranks, or on none."""
+    """Wake on all ranks, or on none: whatever goes wrong on one, the others hear of it at once."""
     moved: Moved | None = None
     failure: BaseException | None = None
-    try:
-        moved = resume(buffers, events=False, **options)
-    except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
-        failure = error
-    try:
-        told = exchange.allgather(b"" if failure is None else (str(failure) or "it failed").encode()[:4096])
-    except BaseException as error:
-        if moved is not None:
-            undo(error, pause, kept)
-        raise
-    if failure is not None:
-        raise failure
-    failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
-    if failed:
-        refusal = ShareError(
-            "a wake on all ranks",
-            rule="; ".join(f"rank {rank} could not: {text}" for rank, text in failed.items()),
-            next_step="All ranks sleep again, with what they had; free memory there, and wake them together again",
-        )
-        undo(refusal, pause, kept)
-        raise refusal
+    chosen: list[Pool] = []
+    kept: dict[Buffer, Keep] = {}
+    with ExitStack() as held:
+        try:
+            chosen, buffers = held.enter_context(_waking(tags))
+            kept = {buffer: _keep(buffer) for buffer in buffers}
+            moved = resume(buffers, events=False, order=_segments_of(order), **options)
+        except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
+            failure = error
+        try:
+            told = exchange.allgather(
+                b"" if failure is None else (str(failure) or "it failed").encode()[:4096]
+            )
+        except BaseException as error:
+            if moved is not None:
+                undo(error, pause, kept)
+            raise
+        if failure is not None:
+            raise failure
+        failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
+        if failed:
+            refusal = ShareError(
+                "a wake on all ranks",
+                rule="; ".join(f"rank {rank} could not: {text}" for rank, text in failed.items()),
+                next_step="All ranks sleep again, with what they had; mend that, and wake them together again",
+            )
+            undo(refusal, pause, kept)
+            raise refusal
+        for pool in chosen:
+            pool._asleep = False
     assert moved is not None
     return moved
 
