@@ -153,3 +153,16 @@ def test_a_closed_pool_keeps_nothing(stage: Stage) -> None:
     with remap.chunk_pool(0) as other:
         assert other is not pool
     assert stage.unchanged(stage.seen())
+
+
+def test_a_pool_of_another_location(stage: Stage) -> None:
+    """A pool that could neither give nor limit a chunk of the buffer is refused, and nothing was made."""
+    with remap.ChunkPool(remap.Host(), limit="64MiB") as pool:
+        before = stage.seen()
+        with pytest.raises(remap.InvalidValueError, match="device 0 with a chunk pool of host"):
+            buffer(pool=pool)
+        assert stage.unchanged(before)
+        places = [0, remap.Host()]
+        with remap.ElasticBuffer("16MiB", resident=places, accessing=0, chunk=2 * MiB, pool=pool) as both:
+            both.resize(both.capacity)
+            assert pool.statistics().used == both.size // 2

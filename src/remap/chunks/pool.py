@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from remap import drivers
-from remap.errors import CudaResult, RemapError, driver_error
+from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
 from remap.handles import reclaimers
 from remap.lifetime import Description, Release, Resource, drain, queued
 from remap.locations import LocationLike, device, location
@@ -238,9 +238,18 @@ def find_pool(driver: Any, place: Location) -> ChunkPool | None:
 def pools_of(
     driver: Any, places: Iterable[Location], own: ChunkPool | None = None
 ) -> Mapping[Location, ChunkPool]:
-    """Return the pools that there are for locations; `own` comes before the one that all share."""
+    """Return the pools that there are for locations; `own` comes before the one that all share.
+
+    Raises `InvalidValueError` for an `own` of another location, which would neither give nor limit anything.
+    """
     found = {place: find_pool(driver, place) for place in places}
     if own is not None:
+        if own.location not in found:
+            raise InvalidValueError(
+                f"a buffer on {', '.join(map(str, found))} with a chunk pool of {own.location}",
+                rule="a pool keeps and limits chunks of its own location",
+                next_step="Make a pool there: remap.ChunkPool(at)",
+            )
         found[own.location] = own
     return {place: pool for place, pool in found.items() if pool is not None}
 
