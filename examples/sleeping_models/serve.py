@@ -376,26 +376,20 @@ BILLION = Shape(layers=22, width=2048, heads=32, kv_heads=4, inner=5632, vocabul
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, report, and return 0 if every token was right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--billion", action="store_true", help="a billion parameters in each model (on a GPU)"
-    )
-    for field_, value in asdict(Shape()).items():
-        parser.add_argument(
-            f"--{field_.replace('_', '-')}", type=int, default=None, help=f"{value} by default"
-        )
+    whole = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=whole)
+    parser.add_argument("--billion", action="store_true", help="a billion parameters each (on a GPU)")
+    for name, value in asdict(Shape()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"{value} by default")
     parser.add_argument("--requests", type=int, default=24, help="for each model")
     parser.add_argument("--quantum", type=int, default=32, help="steps until the other model's turn")
-    parser.add_argument(
-        "--static", type=int, default=4, help="sequences that static caches in the same memory hold"
-    )
+    parser.add_argument("--static", type=int, default=4, help="sequences of static caches in that memory")
     parser.add_argument("--live", action="store_true", help="show what happens")
     parser.add_argument("--report", type=Path, help="write the report there, as JSON")
     told = parser.parse_args(arguments)
     if remap.driver().name != "cuda":
         remap.use("host", memory=512 * MiB, devices=1, coherent=True, integrated=False)
+        torch.set_num_threads(1)  # on so small a model others would only wait for their turn
     on_gpu = remap.driver().name == "cuda"
     chosen = {name: getattr(told, name) for name in asdict(Shape()) if getattr(told, name) is not None}
     shape = replace(BILLION if told.billion else Shape(), **chosen)
