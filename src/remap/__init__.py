@@ -111,6 +111,8 @@ if TYPE_CHECKING:
     from remap.observe.leaks import leaks as leaks
     from remap.observe.leaks import no_leaks as no_leaks
     from remap.observe.leaks import record_sites as record_sites
+    from remap.observe.progress import ProgressBar as ProgressBar
+    from remap.observe.progress import progress_bar as progress_bar
     from remap.observe.snapshot import Snapshot as Snapshot
     from remap.observe.snapshot import snapshot as snapshot
     from remap.observe.trace import trace as trace
@@ -262,6 +264,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "sharing.ranks": ("MpiExchange", "TorchExchange"),
     "sharing.symmetric": ("SymmetricBuffer",),
     "observe.leaks": ("leaks", "no_leaks", "record_sites"),
+    "observe.progress": ("ProgressBar", "progress_bar"),
     "observe.snapshot": ("Snapshot", "snapshot"),
     "observe.trace": ("trace",),
     "residency": (
