@@ -162,7 +162,7 @@ def test_a_pool_of_another_location(stage: Stage) -> None:
         with pytest.raises(remap.InvalidValueError, match="device 0 with a chunk pool of host"):
             buffer(pool=pool)
         assert stage.unchanged(before)
-        places = [0, remap.Host()]
+        places: list[remap.Device | remap.Location] = [remap.device(0), remap.Host()]
         with remap.ElasticBuffer("16MiB", resident=places, accessing=0, chunk=2 * MiB, pool=pool) as both:
             both.resize(both.capacity)
             assert pool.statistics().used == both.size // 2

@@ -85,6 +85,23 @@ def test_a_capturing_stream_is_refused(stage: Stage) -> None:
         assert (buffers[1].to_host() == 9).all()
 
 
+def test_what_an_order_may_name(stage: Stage) -> None:
+    """An order names typed memory, groups and tags as well, and a thing twice; what is not resumed is refused (5)."""
+    with remap.group("later"):
+        last = remap.allocate(SIZE, resident=0)
+    with last, filled(SIZE, SIZE) as buffers, remap.DeviceBuffer.zeroed(SIZE, "uint8") as typed:
+        first: list[Any] = [*buffers, typed]
+        remap.pause([*first, last])
+        before = stage.seen()
+        with pytest.raises(remap.InvalidValueError, match="not among what is to be resumed"):
+            remap.resume(first, order=last)
+        assert stage.unchanged(before)
+        with remap.resume([*first, last], order=[typed, "later", typed], events=True) as waking:
+            arriving = list(dict.fromkeys(event.buffer for event in waking.events))
+        assert arriving == [typed.owner, last, *buffers]
+        assert holds(buffers)
+
+
 def test_an_ordered_resume(stage: Stage) -> None:
     """Buffers can be used before all bytes are there: what touches a chunk comes after it, on its stream."""
     with remap.Stream(0) as stream, filled(*[4 * SIZE] * 6) as buffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from remap import drivers
@@ -17,7 +17,7 @@ from remap.residency.feed import Portion, Worker
 from remap.residency.flow import Flow
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
-from remap.residency.stores import Asleep, FileJobs, asleep, drop_all
+from remap.residency.stores import Asleep, FileJobs, Keep, asleep, drop_all
 from remap.residency.targets import Targets, announce, chosen, free_memory, free_memory_now, growth, held
 from remap.residency.waking import Arrival, Waking
 from remap.sizes import MiB
@@ -33,7 +33,7 @@ def resume(
     buffers: Targets,
     *,
     wait: float = ...,
-    order: Sequence[Buffer] | None = ...,
+    order: Targets | None = ...,
     events: Literal[False] = ...,
     keep_host: bool = ...,
     progress: Progress | None = ...,
@@ -44,7 +44,7 @@ def resume(
     buffers: Targets,
     *,
     wait: float = ...,
-    order: Sequence[Buffer] | None = ...,
+    order: Targets | None = ...,
     events: Literal[True],
     keep_host: bool = ...,
     progress: Progress | None = ...,
@@ -55,7 +55,7 @@ def resume(
     buffers: Targets,
     *,
     wait: float = ...,
-    order: Sequence[Buffer] | None = ...,
+    order: Targets | None = ...,
     events: bool,
     keep_host: bool = ...,
     progress: Progress | None = ...,
@@ -65,7 +65,7 @@ def resume(
     buffers: Targets,
     *,
     wait: float = 0.0,
-    order: Sequence[Buffer] | None = None,
+    order: Targets | None = None,
     events: bool = False,
     keep_host: bool = False,
     progress: Progress | None = None,
@@ -81,10 +81,11 @@ def resume(
     resumed later; `wait` seconds are waited for others to give memory back, before that. The same holds for every
     other failure.
 
-    `order` names the buffers that are needed first. With `events=True` it creates all memory, maps what is needed first
-    and queues its copies, and returns a `Waking`: a thread maps and queues the rest, each use through remap waits for
-    the chunks it touches, `Waking.events` has an event for each chunk, and closing it waits for the rest. Buffers whose
-    addresses were given away are mapped before it returns, and what is read from a file has arrived.
+    `order` names what is needed first, in that order, by the same names as `buffers`. With `events=True` it creates all
+    memory, maps what is needed first and queues its copies, and returns a `Waking`: a thread maps and queues the rest,
+    each use through remap waits for the chunks it touches, `Waking.events` has an event for each chunk, and closing it
+    waits for the rest. Buffers whose addresses were given away are mapped before it returns, and what is read from a
+    file has arrived.
     """
     start = time.perf_counter()
     drain()
@@ -96,7 +97,7 @@ def resume(
         )  # fmt: skip
     if not wait >= 0:  # NaN, too, which no deadline ever reaches
         raise InvalidValueError(f"resume with wait={wait}", rule="it is a number of seconds, 0 or more")
-    plans = _ordered(chosen(buffers, None), order or ())
+    plans = _ordered(chosen(buffers, None), () if order is None else order)
     for buffer in plans:
         buffer._check()
         if isinstance(buffer._arriving, Arrival):
@@ -263,11 +264,17 @@ def _slices(chunks: Iterable[Chunk]) -> Generator[list[Chunk]]:
         yield some
 
 
-def _ordered(plans: Iterable[Buffer], order: Sequence[Buffer]) -> list[Buffer]:
-    """Return the buffers, those of `order` first."""
-    found = list(plans)
-    first = [buffer for buffer in order if buffer in found]
-    return first + [buffer for buffer in found if buffer not in first]
+def _ordered(plans: Mapping[Buffer, Keep], order: Targets) -> list[Buffer]:
+    """Return the buffers, those of `order` first; raises `InvalidValueError` for one that is not among them."""
+    first = chosen(order, None)
+    for buffer in first:
+        if buffer not in plans:
+            raise InvalidValueError(
+                f"{buffer.describe()} in order=",
+                rule="it is not among what is to be resumed",
+                next_step="Name it there too, or leave it out of order=",
+            )
+    return list(dict.fromkeys([*first, *plans]))
 
 
 def _wait_for_memory(buffers: list[Buffer], deadline: float, pause: float) -> None:

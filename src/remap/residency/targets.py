@@ -50,7 +50,9 @@ def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
 
 
 def _each(what: Any) -> Iterable[Any]:
-    return (what,) if isinstance(what, str | Group | Resource | DeviceArray) else what
+    if isinstance(what, str | Group | Resource | DeviceArray) or not hasattr(what, "__iter__"):
+        return (what,)
+    return what  # type: ignore[no-any-return]
 
 
 def _buffers(target: Any) -> tuple[Buffer, ...]:
