@@ -64,7 +64,6 @@ def test_modules_that_go_by_a_short_name() -> None:
     ("name", "hint"),
     [
         ("alocate", "did you mean remap.allocate?"),
-        ("handles", "it is a module of its own: import remap.handles"),
         ("nothing.like.it", ""),
         ("_private", ""),
     ],
@@ -73,3 +72,12 @@ def test_what_does_not_exist_is_an_attribute_error(name: str, hint: str) -> None
     """A name that does not exist, or is no name at all, is an AttributeError, with what may have been meant."""
     with pytest.raises(AttributeError, match=f"has no attribute '{re.escape(name)}'(; )?{re.escape(hint)}$"):
         getattr(remap, name)
+
+
+def test_a_module_that_was_not_imported_is_named() -> None:
+    """A module's name, before anything has imported it, is an AttributeError that says how; tests import most."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import remap; remap.handles"], check=False, capture_output=True, text=True
+    )
+    assert "AttributeError" in done.stderr
+    assert "it is a module of its own: import remap.handles" in done.stderr
