@@ -7,6 +7,7 @@ import gc
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,6 +245,21 @@ def test_bad_input(stage: Stage) -> None:
         chain.copy_out(memory, np.empty(9, "float32"))
     with pytest.raises(InvalidValueError, match="contiguous"):
         chain.copy_in(np.arange(10)[::2])
+    number: Any = 5
+    with pytest.raises(TypeError, match="copy_out takes what a step gives"):
+        chain.copy_out(number)
+    with pytest.raises(TypeError, match="give takes what a step"):
+        chain.give(number)
+    chain.give(memory)
+    with pytest.raises(InvalidValueError, match="gave it away"):
+        chain.give(memory)
+    with pytest.raises(InvalidValueError, match="gave it away"):
+        chain.copy_out(memory)
+    with pytest.raises(InvalidValueError, match="gave it away"):
+        chain.launch(Doubler(), memory, memory)
+    with chain.run().wait() as box:
+        assert not box.to_host().any()
+    settle()
 
 
 @pytest.mark.cuda

@@ -72,6 +72,7 @@ class Chain:
         self._steps: list[Step] = []
         self._last_use: dict[int, int] = {}
         self._results: list[int] = []
+        self._given: set[int] = set()
 
     # -- putting it together --
 
@@ -113,6 +114,9 @@ class Chain:
         `out` is an array to fill: one over pinned memory lets the copy run beside other work. Without it the copy is
         made when everything has completed and the results are taken.
         """
+        if not isinstance(what, Later | TypedMemory):
+            given: Any = what
+            raise TypeError(f"copy_out takes what a step gives, or typed memory of remap, and not {given!r}")
         self._use((what,))
         if out is not None:
             found = host_array(out, "copy_out", writable=True)
@@ -128,8 +132,15 @@ class Chain:
         )
 
     def give(self, what: Later) -> None:
-        """Make memory of the chain one of the results: a `DeviceBox`, which is then the caller's to close."""
+        """Make memory of the chain one of the results: a `DeviceBox`, which is then the caller's to close.
+
+        It comes after the last step that uses the memory.
+        """
+        if not isinstance(what, Later):
+            given: Any = what
+            raise TypeError(f"give takes what a step of the chain gives, and not {given!r}")
         self._use((what,))
+        self._given.add(what.index)
         self._results.append(len(self._steps))
         self._add(lambda run: run.hand_over(what))
 
@@ -150,6 +161,12 @@ class Chain:
                 if one._chain is not self:
                     raise InvalidValueError(
                         f"{one!r} of another chain", rule="a chain uses what its own steps give"
+                    )
+                if one.index in self._given:
+                    raise InvalidValueError(
+                        f"a use of {one!r}",
+                        rule="an earlier step gave it away",
+                        next_step="Call give() after the last step that uses it",
                     )
                 self._last_use[one.index] = len(self._steps)
         return arguments
