@@ -80,17 +80,31 @@ launches = Launches()
 in_child(launches._forked)
 
 
+class Changed(Exception):  # noqa: N818 (it tells its caller something, and nobody else sees it)
+    """What was checked for a launch has changed before it was made; nothing was launched, and all is checked again."""
+
+
 class Repeat:
     """A launch on one stream, which can be made again and again: `go` does it.
 
     `call` is what queues it, in whatever context is current. Everything that the launch uses is kept from being taken
     away meanwhile; closing it and the like wait from then on until the stream has passed (invariant 7).
+
+    `checked` is the stamp that was there before the checks that it was made after, beyond those that it makes itself.
     """
 
-    __slots__ = ("_asked", "_call", "_held", "_noted", "_seen", "_things", "_uses", "queue")
+    __slots__ = ("_asked", "_call", "_checked", "_held", "_noted", "_seen", "_things", "_uses", "queue")
 
-    def __init__(self, things: Sequence[Usable], queue: Any, asked: str, call: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        things: Sequence[Usable],
+        queue: Any,
+        asked: str,
+        call: Callable[[], None],
+        checked: object = None,
+    ) -> None:
         self.queue = queue
+        self._checked = checked
         # Weakly: who launches holds what is launched on, and a launch that is kept for later must not.
         self._things = [ref(thing) for thing in things]
         self._uses = [thing._uses for thing in things]
@@ -102,7 +116,7 @@ class Repeat:
         self._noted: object = None
 
     def go(self, owner: object = None) -> None:
-        """Launch; raises what is wrong with anything that it uses, and nothing was launched then.
+        """Launch; raises what is wrong with anything that it uses, and `Changed`; nothing was launched then.
 
         `owner` is what keeps the stream alive, where `queue` has only its handle.
         """
@@ -144,7 +158,9 @@ class Repeat:
             self._seen = stamp
 
     def _check_current(self) -> None:
-        """Raise if the launch is no longer what it was made for; the caller holds the driver's lock."""
+        """Raise `Changed` if what was checked before may not be true any more; the caller holds the driver's lock."""
+        if self._checked is not None and self._seen is None and self._checked is not launches.stamp:
+            raise Changed
 
     def _note(self, owner: object) -> None:
         """Note the stream as one that uses all of it.

@@ -302,6 +302,8 @@ class Range(Resource):
             try:
                 yield
             finally:
+                # What was checked for launches in the middle of it was true of neither before nor after.
+                launches.renew()
                 if watchers:
                     tell("end", self, doing)
         finally:

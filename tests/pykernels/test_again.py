@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -278,3 +279,81 @@ def test_the_number_of_arguments_is_looked_at(place: Any) -> None:
         for wrong in ((out,), (out, 1, 2), ()):
             with pytest.raises(LaunchError, match="argument"):
                 place.launch(fill, *wrong, grid=1, block=8)
+
+
+class Acting(type):
+    """A class of classes of which one attribute does something first, once, as another thread might just then."""
+
+    first: Callable[[], object] | None = None
+
+    @property
+    def more(cls) -> int:
+        """Return what is added."""
+        first, cls.first = cls.first, None
+        if first is not None:
+            first()
+        return 1
+
+
+@pytest.mark.parametrize("kept_before", [True, False])
+@pytest.mark.parametrize("change", ["rights", "memory"])
+def test_what_changes_between_the_checks_and_the_launch(kept_before: bool, change: str) -> None:
+    """It is checked again: no kernel writes what may only be read, or runs on what was looked at before it moved."""
+
+    class Settings(metaclass=Acting):
+        pass
+
+    @remap.kernel
+    def add(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = x[i] + Settings.more
+
+    with remap.allocate(2 * MiB) as a, remap.ElasticBuffer(4 * MiB, chunk="2MiB") as b:
+        b.resize(4 * MiB)
+        x, out = a.array("int32", 8), b.array("int32", MiB)
+        x.copy_from(np.arange(8, dtype=np.int32))
+        if kept_before:
+            add.launch(x, out, grid=1, block=8)
+            assert kept(add) == 1
+        else:
+            assert add.source(x, out)  # it is known what the kernel looks like
+        if change == "rights":
+            Settings.first = lambda: b.set_access({0: "r"})
+            refusal: type[RemapError] = AccessError
+        else:
+            Settings.first = lambda: b.resize(2 * MiB)
+            refusal = InvalidValueError
+        with pytest.raises(refusal):
+            add.launch(x, out, grid=1, block=8)
+        assert Settings.first is None
+        if change == "rights":
+            b.set_access({0: "rw"})
+        else:
+            b.resize(4 * MiB)
+        add.launch(x, out, grid=1, block=8)
+        assert out.to_host().tolist()[:8] == list(range(1, 9))
+
+
+def test_bytes_that_were_given_up_within_a_chunk() -> None:
+    """A kept launch is refused them as the first one is, although no memory has gone."""
+    kernel = fresh()
+    with remap.allocate(2 * MiB) as a, remap.ElasticBuffer(8 * MiB, chunk="8MiB") as b:
+        b.resize(8 * MiB)
+        x, out = a.array("int32", 8), b.array("int32", 2 * MiB)
+        a.fill(0)
+        kernel.launch(x, out, grid=1, block=8)
+        b.resize(2 * MiB)
+        with pytest.raises(InvalidValueError, match="not committed"):
+            kernel.launch(x, out, grid=1, block=8)
+
+
+def test_a_grid_that_cannot_be_compared() -> None:
+    """It is refused as it is where nothing was kept yet."""
+    kernel = fresh()
+    with remap.allocate(2 * MiB) as a, remap.allocate(2 * MiB) as b:
+        x, out = a.array("int32", 8), b.array("int32", 8)
+        a.fill(0)
+        kernel.launch(x, out, grid=1, block=8)
+        grid: Any = np.array([1, 1])
+        with pytest.raises(LaunchError, match="whole number"):
+            kernel.launch(x, out, grid=grid, block=8)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from remap.buffers.base import Buffer
 from remap.buffers.shares import Share
 from remap.errors import InUseError
+from remap.launches import launches
 from remap.lifetime import tell, watchers
 from remap.locations import device
 from remap.sizes import counted
@@ -98,7 +99,10 @@ class ChangingBuffer(Buffer):
                         next_step="Pass detach=True if they may",
                     )
                 self._taken, begun = doing, True
-            yield
+            try:
+                yield
+            finally:
+                launches.renew()  # as `Range._taking` does
         finally:
             if begun:
                 self._taken = ""

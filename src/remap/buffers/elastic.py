@@ -15,6 +15,7 @@ from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike, parse_chunk
 from remap.errors import AccessError, InUseError, InvalidValueError
 from remap.handles import parse_alignment
+from remap.launches import launches
 from remap.lifetime import Description, Rollback, drain, epoch, queued, undo
 from remap.locations import AccessLike, LocationLike
 from remap.sizes import Size, counted, format_size, parse_size, round_up
@@ -370,7 +371,9 @@ class ElasticBuffer(GrowingBuffer):
         with self._driver.lock:
             self._publish(new)
             self._extents.add(*kept)
-            self._extents.remove(*gone)
+            if self._extents.overlaps(*gone):
+                self._extents.remove(*gone)
+                launches.renew()  # also where no chunk goes: launches have to look again which bytes they may use
             self._size = self._extents.end
 
     def _done(self, new: list[Chunk], given_back: Change) -> Change:

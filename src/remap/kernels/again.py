@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from remap.launches import Repeat, Usable, launches
+from remap.launches import Changed, Repeat, Usable, launches
 from remap.lifetime import watchers
 from remap.ranges import Range
 from remap.spans import Span
@@ -62,18 +62,21 @@ class Kept:
             if kept is None and self._launches and is_foreign(stream):
                 owner = stream
                 kept = self._launches.get((_foreign_id(stream), *arrays))
-        except IndexError:  # too few arguments
-            return False
-        # A launch that is kept holds the driver's call itself, which a trace would not see.
-        if kept is None or kept.shape != shape or watchers:
+            # A launch that is kept holds the driver's call itself, which a trace would not see.
+            if kept is None or kept.shape != shape or watchers:
+                return False
+        except (IndexError, ValueError):  # too few arguments; arrays in the shape, which cannot be compared
             return False
         if kept._seen is not launches.stamp and not kept.same():
             return False
         if kept.outside is not None and any(map(operator.is_not, kept.outside(), kept.values)):
             return False
-        if kept.numbers:
-            return kept.go_with(given, owner)
-        kept.go(owner)
+        try:
+            if kept.numbers:
+                return kept.go_with(given, owner)
+            kept.go(owner)
+        except Changed:
+            return False
         return True
 
     def keep(self, launch: Again, stream: object, given: tuple[Any, ...]) -> None:
@@ -115,7 +118,6 @@ class Again(Repeat):
     """
 
     __slots__ = (
-        "_checked",
         "_last",
         "_packing",
         "_spans",
@@ -138,14 +140,13 @@ class Again(Repeat):
         found: Repeatable,
         checked: object,
     ) -> None:
-        super().__init__(things, work.queue, asked, call)
+        super().__init__(things, work.queue, asked, call, checked)
         self.shape = shape
         self.places, self.numbers, self.outside, self.values = found
         self.references: list[weakref.ref[Any]] = []
         self._work = work
         self._packing = threading.Lock()
         self._last: dict[int, Any] = dict.fromkeys([index for index, *_ in self.numbers], self)
-        self._checked = checked
         # Rights are changed by putting another table in their place.
         spans = [thing for thing in things if isinstance(thing, Span)]
         self._spans = [(weakref.ref(span), span._rights, _version(span)) for span in spans]
@@ -163,6 +164,11 @@ class Again(Repeat):
             if type(span)._check_part is not Range._check_part and self._checked is not launches.stamp:
                 return False
         return True
+
+    def _check_current(self) -> None:
+        super()._check_current()
+        if self._seen is not None and not self.same():
+            raise Changed
 
     def go_with(self, given: tuple[Any, ...], owner: object) -> bool:
         """Launch with other numbers; return False where they do not fit, or another thread is at it."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from remap.drivers.powers import SupportsHostFunctions, SupportsRepeats
 from remap.drivers.protocol import SupportsModules
-from remap.errors import LaunchError
+from remap.errors import InUseError, LaunchError
 from remap.kernels.again import Again, Kept, Repeatable, Shape, is_foreign
 from remap.kernels.image import Parameter
 from remap.kernels.params import Arguments, Packer
 from remap.kernels.twin import Twin, runner
-from remap.launches import Repeat, Usable, check_uses, launches
+from remap.launches import Changed, Repeat, Usable, check_uses, launches
 from remap.lifetime import watchers
 from remap.sizes import Size, format_size, parse_size
 from remap.streams import Queue, Stream, StreamLike, as_stream
@@ -110,8 +111,20 @@ class Kernel:
         Source: cuLaunchKernel.
         """
         shape = (len(arguments), grid, block, shared)
-        if self._kept.again(arguments, stream, shape):
-            return
+        if not self._kept.again(arguments, stream, shape):
+            until_unchanged(
+                self._asked, partial(self._check_and_launch, arguments, grid, block, shared, stream)
+            )
+
+    def _check_and_launch(
+        self,
+        arguments: tuple[Any, ...],
+        grid: Extent,
+        block: Extent,
+        shared: Size,
+        stream: StreamLike | None,
+    ) -> None:
+        shape = (len(arguments), grid, block, shared)
         checked = launches.stamp
         module = self.module
         module._check()
@@ -152,7 +165,7 @@ class Kernel:
         try:
             # On the host driver the numbers are in the function.
             if found is None or (self._function is None and found.numbers):
-                Repeat(things, work.queue, self._asked, partial(_queue, work)).go()
+                Repeat(things, work.queue, self._asked, partial(_queue, work), checked).go()
                 packed.give_back()
                 return
             again = Again(things, work, self._asked, self._call(work), shape, found, checked)
@@ -271,6 +284,22 @@ class Kernel:
     def __repr__(self) -> str:
         """Return the kernel's name and where it is from."""
         return f"<remap.Kernel {self.name} of {self.module.image.name} on {self.module.device}>"
+
+
+def until_unchanged(asked: str, launch: Callable[[], None]) -> None:
+    """Check and launch, again where something was changed in between; the second time is mostly enough."""
+    for _ in range(_TRIES):
+        with suppress(Changed):
+            launch()
+            return
+    raise InUseError(
+        asked,
+        rule="other threads take memory away or give it back all the time, so that no check holds until the launch",
+        next_step="Launch it again",
+    )
+
+
+_TRIES = 1000
 
 
 def _extents(what: str, given: Extent) -> Dim3:

@@ -20,7 +20,7 @@ from remap.kernels.again import Kept
 from remap.kernels.arguments import View, key_of, parameter_types
 from remap.kernels.built import image_for
 from remap.kernels.image import Image
-from remap.kernels.launch import Extent, Prepared, Work, can_keep
+from remap.kernels.launch import Extent, Prepared, Work, can_keep, until_unchanged
 from remap.kernels.loaded import Loaded
 from remap.kernels.reading import Source
 from remap.kernels.statements import type_kernel
@@ -79,8 +79,19 @@ class PythonKernel:
         used now. The host driver reports races and the like as `KernelError` at the next wait. Source: cuLaunchKernel.
         """
         shape = (len(arguments), grid, block, shared, allow_overlap)
-        if self._kept.again(arguments, stream, shape):
-            return
+        if not self._kept.again(arguments, stream, shape):
+            launch = partial(self._check_and_launch, arguments, grid, block, shared, stream, allow_overlap)
+            until_unchanged(f"launch of {self.name}", launch)
+
+    def _check_and_launch(
+        self,
+        arguments: tuple[Any, ...],
+        grid: Extent,
+        block: Extent,
+        shared: Size,
+        stream: StreamLike | None,
+        allow_overlap: bool,
+    ) -> None:
         checked = launches.stamp
         variants = self._variants.get(tuple(map(key_of, arguments)))
         variant = variants[0] if variants is not None else self._variant(arguments)
