@@ -97,11 +97,13 @@ def test_compression_is_read_back() -> None:
     """A simulated device that compresses says so, combination by combination; one that does not, why."""
     if remap.driver().name != "host":
         pytest.skip("only the host driver compresses on request")
-    remap.use("host", compression=True)
-    granted = [one for one in remap.device(0).memory_types() if one.asked.compressible]
-    remap.use("host", compression=False)
-    refused = [one for one in remap.device(0).memory_types() if one.asked.compressible]
-    drivers.close()
+    own, found = remap.driver(), []
+    for compression in (True, False):
+        other = remap.use(drivers.open("host", compression=compression))  # which leaves the present one open
+        found.append([one for one in remap.device(0).memory_types() if one.asked.compressible])
+        remap.use(own)
+        other.shutdown()
+    granted, refused = found
     assert str(granted[0]) == "compressible, on device 0"
     assert granted[0]
     assert not any(refused)
