@@ -33,6 +33,14 @@ class Box:
     depth: np.int16
 
 
+@dataclass
+class Scale:
+    """A structure that can be changed."""
+
+    by: float
+    plus: int
+
+
 @dataclass(frozen=True)
 class Settings:
     """A structure inside a structure."""
@@ -61,6 +69,34 @@ def test_structures_by_value(place: Any) -> None:
     first = np.uint8(200) + box.width * np.int16(-7)
     expected = first + float(1 << 40) + np.uint8(7) * np.float64(0.3) + np.float64(-300) + 1 - 1
     assert (out.to_host() == expected).all()
+
+
+def test_structures_are_as_they_were_at_the_launch(place: Any) -> None:
+    """What is changed after the launch, in a dataclass or a structured scalar, does not reach the kernel."""
+
+    @remap.kernel
+    def kernel(out: remap.DisjointSlice, scale: Scale, pair: Any) -> None:
+        i = remap.index_1d()
+        out[i] = scale.by * i + scale.plus + pair.high
+
+    scale, out = Scale(2, 10), place(4, "float64")
+    pair = np.array((1, 100), PAIR)[()]
+    held = threading.Event()
+    with remap.Stream() as stream, remap.Graph() as graph:
+        graph.host(held.wait)
+        with graph.instantiate() as executable:
+            executable.launch(stream)
+            try:
+                place.launch(kernel, out, scale, pair, grid=1, block=4, stream=stream)
+                scale.by, pair["high"] = 7, 900
+            finally:
+                held.set()
+            stream.synchronize()
+    assert out.to_host().tolist() == [110, 112, 114, 116]
+    for wrong in (Scale("two", 10), Scale(2, 1 << 70), Scale(2, None)):  # type: ignore[arg-type]
+        with pytest.raises(LaunchError, match=r"launch of kernel, argument 'scale': .*a field does not fit"):
+            kernel.launch(out, wrong, pair, grid=1, block=4)
+    remap.device().synchronize()  # nothing was lost
 
 
 def test_arrays_of_structures(place: Any) -> None:

@@ -87,9 +87,9 @@ def field_offset(dtype: np.dtype[Any], field: str) -> int:
 
 
 def as_record(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a dataclass, or a structured scalar, as a structured scalar of that type."""
+    """Return a dataclass, or a structured scalar, as a structured scalar of that type, a copy of its own."""
     if isinstance(value, np.void):
-        return value
+        return value.copy()
     record: Any = np.array(_tuple(value), dtype)[()]
     return record
 

@@ -15,7 +15,7 @@ from remap.kernels.again import Packed, Repeatable
 from remap.kernels.arguments import View, view_of
 from remap.kernels.cpp import Writer, captured_layout, is_empty
 from remap.kernels.host import HostWriter
-from remap.kernels.ir import Array, Record, Scalar
+from remap.kernels.ir import Array, Record, Scalar, Type
 from remap.kernels.loaded import Loaded
 from remap.kernels.overlap import Place, check_disjoint, parts_of, share_bytes
 from remap.kernels.params import Arguments
@@ -289,7 +289,7 @@ class Variant:
             elif isinstance(kind, Scalar):
                 raw.append(self.number(name, kind, arguments[index]))
             elif not is_empty(kind):
-                raw.append(as_record(arguments[index], kind.dtype).tobytes())  # type: ignore[union-attr]
+                raw.append(self._by_value(name, kind, arguments[index]).tobytes())
         if self.kernel.captured:
             raw += self._captured_bytes()
         try:
@@ -308,10 +308,8 @@ class Variant:
             return []
         record = np.zeros((), layout)
         for (name, _, kind), value in zip(self.kernel.captured, self._captured(), strict=True):
-            if isinstance(kind, Scalar):
-                record[name] = self.number(name, kind, value)
-            elif isinstance(kind, Record) and not is_empty(kind):
-                record[name] = as_record(value, kind.dtype)
+            if not is_empty(kind):
+                record[name] = self._by_value(name, kind, value)
         return [record.tobytes()]
 
     def _captured(self) -> list[Any]:
@@ -320,6 +318,18 @@ class Variant:
             if value is MISSING:
                 raise LaunchError(self.asked, rule=f"the captured value {path} is gone")
         return values
+
+    def _by_value(self, name: str, kind: Type, value: Any) -> Any:
+        """Return a number or a structure as it is now, checked to fit; all else as it is."""
+        if isinstance(kind, Scalar):
+            return self.number(name, kind, value)
+        if not isinstance(kind, Record) or is_empty(kind):
+            return value
+        try:
+            return as_record(value, kind.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            rule = f"a field does not fit: {error}"
+            raise LaunchError(f"{self.asked}, argument {name[2:]!r}: {value!r}", rule=rule) from error
 
     def number(self, name: str, kind: Scalar, value: Any) -> Any:
         """Return a number for its parameter, checked to fit."""
@@ -340,9 +350,11 @@ class Variant:
         values: list[Any] = []
         for index, (name, kind) in enumerate(self.kernel.parameters):
             given = views[index] if isinstance(kind, Array) else arguments[index]
-            values.append(self.number(name, kind, given) if isinstance(kind, Scalar) else given)
+            values.append(self._by_value(name, kind, given))
+        outside = zip(self.kernel.captured, self._captured(), strict=True)
+        captured = [self._by_value(name, kind, value) for (name, _, kind), value in outside]
         parts = self._shared_parts(views) if allow_overlap else {}
-        run = HostRun(self.kernel, self.host(), values, self._captured(), parts)
+        run = HostRun(self.kernel, self.host(), values, captured, parts)
         packed = Arguments([], (), 0)
         packed.spans = tuple(view.owner for view in views.values() if view.owner is not None)
         packed.host = tuple(view.host for view in views.values() if view.host is not None)
