@@ -1,6 +1,6 @@
 """Write the newest measured figures into the tables of the documentation.
 
-    python benchmarks/tables.py            # changes README.md, docs/memory-kinds.md and docs/memory-hierarchy.md
+    python benchmarks/tables.py            # changes the files named in DOCUMENTS
 
 Each table stands between `<!-- figures: NAME -->` and `<!-- end -->`, and is made anew from benchmarks/results. It
 needs neither a driver nor remap.
@@ -77,6 +77,48 @@ def levels(results: dict[str, Any]) -> str:
         for name, count in figures["bytes"].items()
     ]
     return table(["level", "size", "latency, cycles", "latency, ns"], rows)
+
+
+def host_costs(results: dict[str, Any]) -> str:
+    """Return what the host driver and its kernels cost, against what they stand for."""
+    at, kernels = results["figures"], newest("kernels", "host")
+    mapping, live = at["map, set access and unmap, 2 MiB"], at["live mappings"]
+    rows = [
+        ["`import remap`", f"{at['import remap, s'] * 1000:.0f} ms", "it loads no driver"],
+        [
+            "map 2 MiB, set access, unmap",
+            f"{mapping['driver, µs']:.0f} µs",
+            f"{mapping['system calls, µs']:.0f} µs: the system calls alone",
+        ],
+        *(
+            [
+                f"look an address up among {count} mappings",
+                f"{one['look-up, µs']:.1f} µs",
+                f"mappings of the kernel: {one['mappings of the kernel']}",
+            ]
+            for count, one in live.items()
+        ),
+    ]
+    if kernels is not None:
+        found = kernels["figures"]
+        rows += [
+            [
+                "vector add, all checks on",
+                f"{found['vector add, million threads/s']:.0f} million threads/s",
+                f"{found['ratio to NumPy, processor time']:.2f} of NumPy, by processor time",
+            ],
+            [
+                "gather",
+                f"{found['gather, million threads/s']:.0f} million threads/s",
+                "each index is checked",
+            ],
+            [
+                "reduction of 256 threads",
+                f"{found['reduction of 256, million threads/s']:.1f} million threads/s",
+                "its barriers and its shared memory are watched",
+            ],
+        ]
+    return table(["what", "host driver", "beside it"], rows)
 
 
 # What the README says, a line each: the benchmark ("-x2": on two GPUs), what was done, its figure, and what it is
@@ -205,10 +247,16 @@ TABLES = {
     "releases-h200": ("typed", "h200", releases),
     "releases-host": ("typed", "host", releases),
     "levels-h200": ("hierarchy", "h200", levels),
+    "costs-host": ("host_driver", "host", host_costs),
     "gains-h200": ("foundation", "h200", lambda _: readme("h200", GAINS)),
     "costs-h200": ("foundation", "h200", lambda _: readme("h200", COSTS)),
 }
-DOCUMENTS = ("README.md", "docs/memory-kinds.md", "docs/memory-hierarchy.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/memory-kinds.md",
+    "docs/memory-hierarchy.md",
+    "docs/explain/host-driver.md",
+)
 
 
 def filled(text: str) -> str:
