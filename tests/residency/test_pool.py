@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import resource
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import remap
-from remap import MiB
+from remap import MiB, drivers
+from remap.drivers.wrappers import Faulty
 from remap.residency.arenas import SLAB, PageChoice
+from remap.residency.hostpool import _WORKERS as WORKERS
 from remap.residency.hostpool import HostPool
 from remap.testing.stage import Stage
 
@@ -201,3 +208,73 @@ def test_pages_are_those_that_are_sooner_ready(faster: bool) -> None:
     for _ in range(8):  # it changes its mind when the times do
         choice.note(faster, 3.0)
     assert choice.large is not faster
+
+
+class Pinning(Faulty):
+    """A driver that locks no host memory until it is let."""
+
+    def __init__(self, inner: Any) -> None:
+        self.let = threading.Event()
+        super().__init__(inner)
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def pinning(*arguments: Any, **keywords: Any) -> Any:
+            if name == "register_pinned":
+                assert self.let.wait(30)
+            return call(*arguments, **keywords)
+
+        return pinning
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_memory_that_could_not_be_had_and_is_given_back(stage: Stage, again: bool) -> None:
+    """It is counted as gone once, also where that is found out only after it was given back, or taken again."""
+    if not hasattr(stage.inner, "register_pinned"):
+        pytest.skip("the driver has no pinned memory, and nothing holds the threads back that touch it")
+    driver = Pinning(drivers.open())
+    remap.use(driver)
+    try:
+        pool = remap.host_pool()
+        several = pool.take([SLAB] * (WORKERS + 1), remap.device(0))  # the last waits for a thread
+        last = several.pop()
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+
+        def put(file: int, flags: int) -> None:
+            where = ctypes.c_void_p(last.address)
+            got = libc.mmap(
+                where,
+                ctypes.c_size_t(SLAB),
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                flags | 0x10,
+                file,
+                ctypes.c_long(0),
+            )
+            assert got == last.address
+
+        empty = os.memfd_create("empty")
+        put(empty, mmap.MAP_SHARED)  # there is no memory behind it, and none can be had
+        pool.give(last, False)
+        if again:
+            (last,) = pool.take([SLAB], remap.device(0))
+        driver.let.set()
+        for extent in several:
+            extent.ready()
+        pool.wait()
+        held = len(several) * SLAB
+        assert pool.statistics().held == held
+        if again:
+            with pytest.raises(remap.OutOfMemoryError):
+                last.ready()
+            pool.give(last, False)
+        put(-1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        os.close(empty)
+        for extent in several:
+            pool.give(extent, False)
+        pool.wait()
+        figures = pool.statistics()
+        assert (figures.held, figures.used, figures.leaving) == (0, 0, 0)
+    finally:
+        driver.let.set()
+        drivers.close()
+        remap.use(stage.recording)

@@ -180,12 +180,13 @@ class Extent:
 class Slab:
     """A piece of an arena that is touched, locked and given back as a whole."""
 
-    __slots__ = ("address", "device", "filling", "held", "job", "kept", "leaving", "pinned", "users")
+    __slots__ = ("address", "device", "filling", "held", "job", "kept", "leaving", "pinned", "turn", "users")
 
     def __init__(self, address: int, at: Device) -> None:
         self.address = address
         self.device = at
         self.users = 0
+        self.turn = 0  # counts how often it was taken or given back: which job is the newest
         self.held = self.kept = self.leaving = self.pinned = False
         self.job: Job | None = None  # the newest
         self.filling: Job | None = None  # the one before the newest that gives it back

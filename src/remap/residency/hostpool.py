@@ -221,13 +221,13 @@ class HostPool:
             self._held += SLAB
             before = slab.job
             if before is not None and slab.leaving and before.cancel():
-                slab.leaving, slab.job = (
-                    False,
-                    slab.filling,
-                )  # it had not gone yet, and may still be on its way
+                # It had not gone yet, and may still be on its way.
+                slab.leaving, slab.job = False, slab.filling
+                slab.turn -= 1
                 self._leaving -= SLAB
                 continue
-            jobs.append((slab, partial(self._fill, arena, slab, before, large)))
+            slab.turn += 1
+            jobs.append((slab, partial(self._fill, arena, slab, before, large, slab.turn)))
         self._peak = max(self._peak, self._held)
         _start(jobs, _WORKERS)
 
@@ -245,12 +245,13 @@ class HostPool:
             self._held -= SLAB
             self._leaving += SLAB
             slab.filling = slab.job
+            slab.turn += 1
             jobs.append((slab, partial(self._drop, slab, slab.job)))
         _start(jobs, 1)
 
     # -- in the background --
 
-    def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: bool | None) -> None:
+    def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: bool | None, turn: int) -> None:
         if before is not None:
             _settled(before)
         large = arena.pages_of(slab, self._choice, large)
@@ -260,8 +261,9 @@ class HostPool:
         except OSError as error:
             pages.discard(slab.address, SLAB)
             with self._lock:
-                slab.held = False
-                self._held -= SLAB
+                if slab.turn == turn:  # else it is counted as gone already
+                    slab.held = False
+                    self._held -= SLAB
             raise no_memory(SLAB, error) from error
         if isinstance(self._driver, SupportsPinned) and not slab.pinned:
             try:
