@@ -149,6 +149,11 @@ def takes_apart(x: remap.Slice, out: remap.DisjointSlice) -> None:
     _row, _col = remap.index_2d(stride=4)
 
 
+@remap.kernel
+def own_list(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    _ = [0.0] * 4
+
+
 @pytest.mark.parametrize(
     ("kernel", "told"),
     [
@@ -157,6 +162,7 @@ def takes_apart(x: remap.Slice, out: remap.DisjointSlice) -> None:
         (asks_cuda, "Write remap.thread"),
         (asks_numba, "Write remap.index_1d()"),
         (infinite, "(str). For infinity and NaN, use math.inf and math.nan"),
+        (own_list, "(List). A thread has variables, and a block has remap.shared_array"),
         (takes_a_row, "x[0, :]: an element is read or written at a time"),
         (one_index, "the array has 2 dimensions, and this has 1 index"),
         (asks_the_array, "no method max. Loop over its elements"),

@@ -147,6 +147,8 @@ class Scope:
         what, kind, step = ast.unparse(node).splitlines()[0], type(node).__name__, ""
         if isinstance(node, ast.Constant):
             kind, step = type(node.value).__name__, "For infinity and NaN, use math.inf and math.nan"
+        elif isinstance(node, (ast.List, ast.ListComp)):
+            step = "A thread has variables, and a block has remap.shared_array"
         return self.error(node, what, f"a kernel cannot have this ({kind})", step)
 
 
