@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -293,4 +295,56 @@ def test_the_library_itself(torch: Any, tmp_path: Path) -> None:
         pytest.skip("needs torch_memory_saver")
     command = [sys.executable, "-W", "ignore", "-c", f"DIRECTORY = {str(tmp_path)!r}\n" + REAL]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "right\n")
+
+
+# What SGLang's adapter does: it looks for the library when it is imported, and its plugins are loaded after that.
+ADAPTER = """
+import os, remap
+remap.use("host", coherent=True, integrated=False)
+import torch_memory_saver
+saver = torch_memory_saver.torch_memory_saver
+from importlib.metadata import EntryPoint
+plugin = EntryPoint("remap", PLUGIN, "sglang.srt.plugins").load()
+plugin()
+plugin()
+if os.environ["REMAP_TMS"] == "0":
+    assert getattr(saver, "_impl", None) is None
+else:
+    with torch_memory_saver.configure_subprocess():
+        assert "torch_memory_saver" not in os.environ.get("LD_PRELOAD", "")
+    assert saver.enabled
+    with saver.region(tag="weights", enable_cpu_backup=True):
+        weights = remap.torch.empty(1000).fill_(5)
+        with saver.disable():
+            pass
+    with saver.region(tag="kv_cache", enable_cpu_backup=False):
+        cache = remap.torch.empty(1000)
+    saver.pause(tag="kv_cache")
+    saver.pause(tag="weights")
+    saver.resume(tag="weights")
+    saver.resume(tag="kv_cache")
+    assert float(weights.sum()) == 5000
+print("right")
+"""
+
+
+@pytest.mark.parametrize("flag", ["1", "0"])
+def test_as_a_plugin_of_sglang(torch: Any, flag: str) -> None:
+    """SGLang's adapter goes through remap with the flag, and is left alone without it."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about the host driver: tensors are made by remap")
+    if find_spec("torch_memory_saver") is None:
+        pytest.skip("needs torch_memory_saver")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    begin = f"PLUGIN = {project['entry-points']['sglang.srt.plugins']['remap']!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", begin + ADAPTER],
+        env={**os.environ, "REMAP_TMS": flag},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "right\n")

@@ -13,6 +13,7 @@ VARIABLES = {
     "REMAP_CACHE": "where compiled kernels are kept; 0: nowhere",
     "REMAP_DEBUG": "1: commands show where an error comes from",
     "REMAP_DISABLE_MULTICAST": "1: never use multicast memory",
+    "REMAP_TMS": "1: put remap behind torch_memory_saver in SGLang",
     "REMAP_VLLM": "1: put remap in the place of vLLM's allocator",
 }
 """Each variable, and what it does in under 70 characters. They are read when a driver opens or `import remap` runs."""

@@ -4,7 +4,7 @@
     tms.install()                       # once in each process, before torch_memory_saver is used
 
 Where torch_memory_saver is installed, it takes remap as its hook mode `remap`; where it is not, `import
-torch_memory_saver` finds this module. SGLang's memory saver goes through either.
+torch_memory_saver` finds this module. SGLang's memory saver goes through either; `register` is its plugin.
 
 A tag's memory with and without a backup are two pools, so that one `pause` keeps the one and drops the other.
 """
@@ -29,6 +29,9 @@ from remap.residency.stores import Keep
 
 MODE = "remap"
 """The name of the hook mode."""
+
+FLAG = "REMAP_TMS"
+"""The environment variable that lets SGLang's memory saver go through remap."""
 
 
 class TorchMemorySaver:
@@ -192,6 +195,12 @@ def register_hook_mode(name: str, factory: Any, *, uses_preload: bool = True) ->
         f"registering the hook mode {name!r}",
         rule="torch_memory_saver is not installed here, and remap stands for it",
     )
+
+
+def register() -> None:
+    """Call `install` where `REMAP_TMS` says so. A `sglang.srt.plugins` entry, loaded in each of SGLang's processes."""
+    if os.environ.get(FLAG, "0") not in ("", "0"):
+        install()
 
 
 def install() -> Any:
