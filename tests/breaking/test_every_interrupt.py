@@ -208,6 +208,38 @@ def test_interrupted_ordered_resume() -> None:
     close()
 
 
+def test_interrupted_end_of_a_move() -> None:
+    """Once all has moved, what held the old memory is given back, at once or by the next call (invariant 5)."""
+    with remap.allocate(SIZE, resident=0, accessing=[0, 1]) as buffer:
+        buffer.fill(3)
+        for place in (1, 0):
+            remap.migrate(buffer, place)
+        before = free()
+        for done in every(lambda: _finished(buffer)):
+            remap.migrate(buffer, 0)
+            left = before - free()
+            if done.releasing:
+                assert left in {0, SIZE}, done.where
+                before -= left
+            assert free() == before, done.where
+            assert (buffer.to_host() == 3).all()
+
+
+def _finished(buffer: remap.Buffer) -> None:
+    """Move a buffer away; places are counted from when its memory has been swapped."""
+    profile: Any = sys.getprofile()
+    done: list[FrameType] = []
+
+    def swapped(frame: FrameType, event: str, argument: object) -> None:
+        if event == "return" and frame.f_code.co_name == "swap":
+            done.append(frame)
+        elif done and profile is not None:
+            profile(frame, event, argument)
+
+    sys.setprofile(swapped)
+    remap.migrate(buffer, 1)
+
+
 @pytest.mark.parametrize("kind", ["buffer", "mapping", "allocation", "reservation", "stream"])
 def test_interrupted_closing(kind: str) -> None:
     """What a close had not done when it was interrupted is done by closing again, or by a later call (3, 4, 5)."""

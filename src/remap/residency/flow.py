@@ -201,8 +201,13 @@ class Window:
 
     def close(self) -> None:
         """Unmap everything and free the addresses; the memory is of others."""
+        Release(0, self.ending).run()
+
+    @property
+    def ending(self) -> list[Step]:
+        """The calls that close it."""
         where = (self.address, self._size)
-        Release(0, [(self._driver.unmap, where), (self._driver.free_range, where)]).run()
+        return [(self._driver.unmap, where), (self._driver.free_range, where)]
 
 
 def window_on(driver: Any, address: int, size: int, at: Device) -> Window:

@@ -140,20 +140,21 @@ class HostPool:
             try:
                 for size in sizes:
                     extent = arena.place(size, self)
-                    extents.append(extent)
                     for slab in extent.slabs:
                         slab.users += 1
+                    extents.append(extent)  # after that: an interrupt that comes here takes both back
                 needed = {slab.address: slab for extent in extents for slab in extent.slabs if not slab.held}
                 self._check_room(len(needed) * SLAB, f"a backup of {format_size(sum(sizes))}", self._limit)
                 arena.open_up(needed.values())
+                used = sum(extent.size for extent in extents)
+                self._commit(arena, [needed[address] for address in sorted(needed)])
+                self._used += used
             except BaseException:
                 for extent in extents:
                     arena.free(extent)
                     for slab in extent.slabs:
                         slab.users -= 1
                 raise
-            self._used += sum(extent.size for extent in extents)
-            self._commit(arena, [needed[address] for address in sorted(needed)])
         return extents
 
     def give(self, extent: Extent, keep: bool) -> None:

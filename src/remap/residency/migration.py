@@ -11,7 +11,7 @@ from remap.buffers.base import Buffer, runs
 from remap.buffers.placement import check_reach
 from remap.errors import AccessError, OutOfMemoryError, RemapError
 from remap.handles import create_handle
-from remap.lifetime import Rollback, Step, drain
+from remap.lifetime import Release, Rollback, Step, drain, queued
 from remap.locations import Device, LocationLike, device, location
 from remap.ranges import Chunk
 from remap.residency.flow import Flow, Window, actor
@@ -68,14 +68,21 @@ def migrate(
             if not move.size:
                 _check_wakes(driver, move.buffer, place)
         total = sum(move.size for move in moves)
-        with Rollback() as rollback:
-            with Flow(driver, total, progress) as flow:
+        leftovers: Release | None = None
+        try:
+            with Rollback() as rollback:
+                with Flow(driver, total, progress) as flow:
+                    for move in moves:
+                        move.copy(flow, rollback)
+                    flow.finish()
                 for move in moves:
-                    move.copy(flow, rollback)
-                flow.finish()
-            for move in moves:
-                move.swap(rollback)
-        failure = _finish(moves)
+                    move.swap(rollback)
+                leftovers = Release(1, [step for move in moves for step in move.leftovers])
+            failure = _finish(moves, leftovers)
+        except BaseException:
+            if leftovers is not None and not leftovers.begun:  # an interrupt, when all have moved
+                queued.append(leftovers)
+            raise
     announce(move.buffer for move in moves)
     if failure is not None:
         raise failure
@@ -180,7 +187,7 @@ class _Move:
     @property
     def leftovers(self) -> list[Step]:
         """The calls that give back what is not needed any more; the old memory goes with them."""
-        steps: list[Step] = [] if self._window is None else [(self._window.close, ())]
+        steps: list[Step] = [] if self._window is None else self._window.ending
         return steps + [(self._driver.release, (handle,)) for handle in (*self._new, *self._old)]
 
     def _note(self, chunks: list[Chunk], properties: Any) -> None:
@@ -195,22 +202,15 @@ class _Move:
         return actor(self.buffer, chunk.location, writes=False) or device()
 
 
-def _finish(moves: list[_Move]) -> RemapError | None:
-    first: RemapError | None = None
+def _finish(moves: list[_Move], leftovers: Release) -> RemapError | None:
     for move in moves:
         move.buffer._shared = False
-        for call, arguments in move.leftovers:
-            try:
-                call(*arguments)
-            except RemapError as error:
-                if first is None:
-                    first = error
-                    first.add_note(
-                        f"{counted(len(moves), 'buffer')} moved all the same; some memory was not given back"
-                    )
-                else:
-                    first.add_note(f"and then: {error}")
-    return first
+    try:
+        leftovers.run()
+    except RemapError as error:
+        error.add_note(f"{counted(len(moves), 'buffer')} moved all the same; some memory was not given back")
+        return error
+    return None
 
 
 def _free_at(place: Location) -> dict[Location, Any]:
