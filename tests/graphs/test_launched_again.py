@@ -513,3 +513,35 @@ def test_parts_that_are_shared_with_a_fork() -> None:
         buffer.make_private()
         add_each.launch(ones, out, grid=1, block=128)
         remap.device(0).synchronize()
+
+
+def test_rights_that_a_graph_needs_to_write() -> None:
+    """A launch is refused where a node would write what may be read only, which would cost the context."""
+
+    @remap.kernel
+    def add_one(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = x[i] + 1
+
+    with remap.allocate(SIZE, resident=0) as source, remap.allocate(SIZE, resident=0) as target:
+        source.fill(1)
+        x, out = source.array("int32", 8), target.array("int32", 8)
+        builds: list[Callable[[remap.Graph], object]] = [
+            lambda graph: graph.fill(target, 5),
+            lambda graph: graph.copy(target, source),
+            lambda graph: graph.launch(add_one, x, out, grid=1, block=8),
+        ]
+        for build in builds:
+            with remap.Graph(0) as graph:
+                build(graph)
+                with graph.instantiate() as executable:
+                    executable.launch()
+                    source.set_access({0: "r"})
+                    executable.launch()
+                    target.set_access({0: "r"})
+                    with pytest.raises(AccessError, match="read access"):
+                        executable.launch()
+                    target.set_access({0: "rw"})
+                    source.set_access({0: "rw"})
+                    executable.launch()
+        remap.device(0).synchronize()

@@ -23,7 +23,7 @@ from remap.errors import (
     OutOfMemoryError,
     driver_error,
 )
-from remap.graphs.nodes import Allocation, Condition, GraphArray, HostCall, Node
+from remap.graphs.nodes import Allocation, Condition, GraphArray, HostCall, Node, Written
 from remap.kernels.launch import Extent, Prepared
 from remap.launches import check_uses
 from remap.locations import Device
@@ -177,7 +177,7 @@ class Nodes:
                 handle = self._driver.graph_add_kernel(
                     self._handle, handles_of(behind), prepared.function, prepared.config, packed, touches
                 )
-            keeps = [prepared.module, kernel, *arguments, *packed.spans]
+            keeps = [prepared.module, kernel, *arguments, *packed.spans, *map(Written, prepared.written)]
         finally:
             packed.give_back()
         return self._add(handle, NodeKind.KERNEL, behind, name, keeps=keeps, uses=allocations)
@@ -209,7 +209,8 @@ class Nodes:
                 self._handle, handles_of(behind), ends[0].address, ends[1].address, size, host
             )
         detail = f"{format_size(size)} {ends[1].address:#x} to {ends[0].address:#x}"
-        return self._add(handle, NodeKind.COPY, behind, detail, keeps=[target, source], uses=_used(ends))
+        keeps = [target, source, *_written(target)]
+        return self._add(handle, NodeKind.COPY, behind, detail, keeps=keeps, uses=_used(ends))
 
     def fill(
         self,
@@ -237,7 +238,8 @@ class Nodes:
                 self._handle, handles_of(behind), end.address, value, 1, size
             )
         detail = f"{format_size(size)} at {end.address:#x} with {value}"
-        return self._add(handle, NodeKind.FILL, behind, detail, keeps=[target], uses=_used((end,)))
+        keeps = [target, *_written(target)]
+        return self._add(handle, NodeKind.FILL, behind, detail, keeps=keeps, uses=_used((end,)))
 
     def host(self, function: Callable[..., object], *arguments: object, after: Iterable[Node] = ()) -> Node:
         """Add a call of a Python function, on a thread of the driver's; it must not use remap or CUDA.
@@ -399,3 +401,7 @@ def _known(argument: object) -> bool:
 def handles_of(nodes: Sequence[Node]) -> list[int]:
     """Return the driver's handles of nodes."""
     return [node._handle for node in nodes]
+
+
+def _written(target: Any) -> list[Written]:
+    return [Written(target)] if isinstance(target, Span) else []

@@ -15,7 +15,7 @@ from remap.drivers.graph_powers import NodeKind
 from remap.drivers.powers import SupportsRepeats
 from remap.errors import InUseError, NotSupportedError, RemapError, not_supported
 from remap.graphs import footprint
-from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, raise_failure
+from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, Written, raise_failure
 from remap.kernels.module import Module
 from remap.launches import Repeat, Usable, launches
 from remap.lifetime import Description, Release, Resource, Step, epoch, watchers
@@ -256,8 +256,10 @@ class _Run(Repeat):
 
 
 def _used(kept: Iterable[object]) -> list[Usable]:
-    """Return what launches keep from being taken away."""
-    return _distinct(one for one in kept if isinstance(one, (Span, Module)))
+    """Return what launches keep from being taken away, and what they write."""
+    kept = list(kept)
+    written = {id(one.span): one for one in kept if isinstance(one, Written)}
+    return [*_distinct(one for one in kept if isinstance(one, (Span, Module))), *written.values()]
 
 
 _UPDATING = "another thread is updating it"

@@ -18,6 +18,7 @@ from remap.kernels.twin import Twin, runner
 from remap.launches import Changed, Repeat, Usable, check_uses, launches
 from remap.lifetime import watchers
 from remap.sizes import Size, format_size, parse_size
+from remap.spans import Span
 from remap.streams import Queue, Stream, StreamLike, as_stream
 from remap.types import Access, Dim3, LaunchConfig, Location, Touched
 
@@ -35,7 +36,8 @@ _KEPT = 256  # configurations that one kernel remembers as checked
 class Prepared(NamedTuple):
     """A launch that was checked, for a graph that makes it later, any number of times.
 
-    `packed` is given back once a node has taken the bytes over; `module` must stay open while it can be made.
+    `packed` is given back once a node has taken the bytes over; `module` must stay open while it can be made. `written`
+    is memory that it is known to write.
     """
 
     function: Any
@@ -43,6 +45,7 @@ class Prepared(NamedTuple):
     packed: Arguments
     touches: list[Touched] | None
     module: Module
+    written: tuple[Span, ...] = ()
 
 
 class Work(NamedTuple):

@@ -128,7 +128,9 @@ class PythonKernel:
             function, packed, touches = variant.on_host(arguments, views, allow_overlap=False)
         else:
             packed = variant.pack(arguments, views)
-        return loaded.kernel._prepared(function, config, packed, touches)
+        prepared = loaded.kernel._prepared(function, config, packed, touches)
+        owners = [one.owner for one in variant.places(views) if one.written]
+        return prepared._replace(written=tuple(owner for owner in owners if owner is not None))
 
     def _config(self, loaded: Loaded, grid: Extent, block: Extent, shared: Size) -> LaunchConfig:
         try:
