@@ -185,7 +185,8 @@ def test_cost_of_building(pool: GraphPool, fill: Callable[[remap.Graph, int], No
     small = min(build(1000) for _ in range(3))
     large = min(build(10_000) for _ in range(2))
     assert large * 10_000 < 2.0
-    assert large < 3 * small, f"{small * 1e6:.0f} µs a node for 1,000, {large * 1e6:.0f} µs for 10,000"
+    # Quadratic growth would make it ten times; memory that is farther away makes it up to three, on a busy machine.
+    assert large < 5 * small, f"{small * 1e6:.0f} µs a node for 1,000, {large * 1e6:.0f} µs for 10,000"
 
 
 def test_address_space_is_no_memory(pool: GraphPool) -> None:

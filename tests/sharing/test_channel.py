@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
 import stat
@@ -14,6 +15,7 @@ import time
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import given
@@ -193,6 +195,7 @@ def test_a_path_that_is_too_long(tmp_path: Path) -> None:
 LISTEN = """
 import sys, time
 from pathlib import Path
+from types import FrameType
 from remap.sharing.sockets import Listener
 listener = Listener(Path(sys.argv[1]))
 print("listening", flush=True)
@@ -229,6 +232,30 @@ def test_what_the_dead_left_is_removed(tmp_path: Path) -> None:
     assert remove_stale(tmp_path) == 1
     assert sorted(one.name for one in tmp_path.iterdir()) == ["live", "live.lock"]
     live.close()
+
+
+def test_a_look_for_the_dead_takes_no_place(tmp_path: Path) -> None:
+    """One who looks just then whether a socket's owner has died makes nobody fail who is about to listen there."""
+    path = tmp_path / "socket"
+    held = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    tries: list[str] = []
+
+    def look_on(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_name == "_take_lock":
+            tries.append(event)
+            if len(tries) == 3:
+                os.close(held)
+
+    sys.setprofile(look_on)
+    try:
+        listener = Listener(path)
+    finally:
+        sys.setprofile(None)
+    assert len(tries) == 3
+    with pytest.raises(remap.InUseError, match="live process"):
+        Listener(path)
+    listener.close()
 
 
 def test_a_file_that_is_no_socket_is_kept(tmp_path: Path) -> None:

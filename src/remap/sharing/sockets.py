@@ -29,7 +29,7 @@ class Listener:
         _check_length(path)
         self.path = path
         self._lock = Fds()
-        lock = _take_lock(_lock_path(path))
+        lock = _take_lock_soon(_lock_path(path))
         if lock is None:
             raise InUseError(
                 f"a socket at {path}",
@@ -157,6 +157,19 @@ def remove_stale(directory: Path) -> int:
 
 def _lock_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
+
+
+def _take_lock_soon(path: Path) -> int | None:
+    """Take a lock as `_take_lock` does, but let one who only looks whether its owner has died (`remove_stale`) end."""
+    for _ in range(_LOOKS):
+        held = _take_lock(path)
+        if held is not None:
+            return held
+        time.sleep(_LOOK)
+    return _take_lock(path)
+
+
+_LOOKS, _LOOK = 20, 0.002  # 40 ms; a look takes microseconds
 
 
 def _take_lock(path: Path) -> int | None:
