@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,14 +57,35 @@ def test_blocks_are_found() -> None:
         assert "BLOCKS" in text
 
 
+def needs_torch(block: Block) -> bool:
+    """Tell whether a block uses torch."""
+    return bool(re.search(r"^\s*(import|from) torch\b|remap\.torch", block.code, re.MULTILINE))
+
+
+@pytest.fixture(scope="module", name="runs")
+def _runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[dict[Block, Future[None]]]:
+    """Run all blocks that are asked for, as many at a time as there are processors: most of it is imports."""
+    wanted: list[Block] = [
+        one.callspec.params["block"]  # type: ignore[misc]
+        for one in request.session.items
+        if isinstance(one, pytest.Function) and one.function is test_a_block_runs
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {
+            block: pool.submit(run, tmp_path_factory.mktemp("block") / "block.py", block.code)
+            for block in wanted
+            if find_spec("torch") or not needs_torch(block)
+        }
+
+
 @pytest.mark.parametrize("block", CODE, ids=str)
-def test_a_block_runs(block: Block, tmp_path: Path) -> None:
+def test_a_block_runs(block: Block, runs: dict[Block, Future[None]]) -> None:
     """A block runs by itself on the driver that is tested."""
-    if re.search(r"^\s*(import|from) torch\b|remap\.torch", block.code, re.MULTILINE) and not find_spec(
-        "torch"
-    ):
+    if block not in runs:
         pytest.skip("needs torch: pip install torch")
-    run(tmp_path / "block.py", block.code)
+    runs[block].result()
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
