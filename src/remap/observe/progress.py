@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from html import escape
+from importlib import import_module
 from typing import Any
 
 from remap.observe.reading import printable
@@ -44,9 +45,7 @@ class ProgressBar:
         if self._handle is not None:
             self._handle.update(self)
         elif _in_a_notebook():
-            from IPython.display import display  # type: ignore[import-not-found,unused-ignore]
-
-            self._handle = display(self, display_id=True)
+            self._handle = import_module("IPython.display").display(self, display_id=True)
         elif sys.stderr is not None and sys.stderr.isatty():
             end = "\n" if self.done >= self.total else ""
             sys.stderr.write(f"\r\x1b[K{self}{end}")
