@@ -31,7 +31,7 @@ def main() -> None:
         if on_gpu:
             tensor = torch.as_tensor(whole, device=f"cuda:{device.index}")
             total = float(tensor[:, :1024].sum())
-            del tensor  # what torch has taken keeps the memory
+            del tensor, whole  # the memory stays while torch may still look at it
         else:
             total = float(whole.to_host()[:, :1024].sum())
         exchange.barrier()  # everybody has read

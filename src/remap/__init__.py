@@ -295,9 +295,12 @@ __all__ = list(_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     """Load the room that `name` lives in, and keep the name here."""
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("remap")
+        try:
+            return version("remap")
+        except PackageNotFoundError:  # run from a source tree that was not installed
+            return "unknown"
     if name in _MODULES:
         with _loading():
             return importlib.import_module(f"remap.{_MODULES[name]}")

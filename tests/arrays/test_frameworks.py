@@ -116,6 +116,7 @@ def test_torch_on_the_host() -> None:
         del tensor, other, array
 
 
+@pytest.mark.filterwarnings("ignore:.*low occupancy")
 def test_numba(memory: remap.Buffer) -> None:
     """A Numba kernel writes into the memory itself."""
     numbers = array_of(memory)

@@ -42,6 +42,7 @@ def machine(torch: Any) -> Iterator[Any]:
         (warm.normal_().fill_(1) * 2).sum().item()
         torch.equal(warm, warm.clone())
         del warm
+        torch.cuda.empty_cache()
     yield remap.torch
     gc.collect()
     remap.collect()

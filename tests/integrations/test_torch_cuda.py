@@ -226,7 +226,7 @@ def test_the_device_is_the_tensors(torch: Any, machine: Any) -> None:
 
 def test_memory_that_others_can_register(torch: Any, machine: Any) -> None:
     """Shareable pools have one chunk a segment, and handles of the kinds that can be had: fabric may be left out."""
-    with machine.pool("shared", shareable=["posix_fd", "fabric"]):
+    with machine.pool("registered", shareable=["posix_fd", "fabric"]):
         tensor = torch.ones(100, device="cuda")
     buffer = machine.buffer_of(tensor)
     assert len(buffer.chunks) == 1

@@ -17,6 +17,7 @@ import pytest
 import remap
 from remap import MiB, drivers
 from remap.drivers.wrappers import Faulty
+from remap.residency import pages
 from remap.residency.arenas import SLAB, PageChoice
 from remap.residency.hostpool import _WORKERS as WORKERS
 from remap.residency.hostpool import HostPool
@@ -163,6 +164,41 @@ def test_memory_that_cannot_be_unlocked_stays(stage: Stage) -> None:
         remap.resume(buffers)
         assert holds(buffers)
     pool.wait()
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_pool_goes_and_memory_cannot_be_unlocked(stage: Stage, repeat: bool) -> None:
+    """The addresses of what is still locked go to nobody else: the device would copy to and from the old pages."""
+    with filled(SLAB, SLAB, SLAB) as buffers:
+        remap.pause(buffers)
+        slabs = [buffer._backup.extent.address for buffer in buffers]
+        remap.resume(buffers)
+    pool = remap.host_pool()
+    pool.wait()
+    with filled(SLAB, SLAB, SLAB) as buffers:
+        remap.pause(buffers)
+        assert [buffer._backup.extent.address for buffer in buffers] == slabs
+        stage.faulty.fail("unregister_pinned", nth=2, repeat=repeat)
+        remap.resume(buffers)
+    remap.use(stage.inner)  # which closes the pool, where unlocking is tried again
+    stage.faulty.heal()
+    locked = [slab for slab in slabs if _is_taken(slab)]
+    assert len(locked) == (2 if repeat else 0)
+    for slab in locked:
+        with remap.device().current():
+            stage.inner.unregister_pinned(slab)
+        pages.give_back(slab, SLAB)
+    remap.use(stage.recording)
+
+
+def _is_taken(address: int) -> bool:
+    """Tell whether something of this process lies at an address."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        pytest.skip(f"what lies where cannot be read: {error}")
+    ranges = [[int(number, 16) for number in line.split()[0].split("-")] for line in lines]
+    return any(start <= address < end for start, end in ranges)
 
 
 def test_no_room_for_more_data(pool: HostPool) -> None:

@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
+import remap
 from remap.cli.cures import checks, cure
 from remap.cli.environment import present, unknown
 
@@ -25,7 +25,7 @@ def examine(wanted: tuple[str, ...], more: list[str], python: str = sys.executab
     tested = {step["driver"] for step in steps}
     passed = bool(steps) and all(step["passed"] for step in steps) and not crashed
     found = {
-        "remap": version("remap"),
+        "remap": remap.__version__,
         "python": sys.version.split()[0],
         "drivers": drivers,
         "system": system,

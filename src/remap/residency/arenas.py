@@ -97,6 +97,20 @@ class Arena:
         asked = f"{format_size(size)} of addresses for host memory"
         raise no_addresses(asked, f"all of the pool's {format_size(self.length)} are taken")
 
+    def give_back(self) -> None:
+        """Give the addresses back, but for slabs that are still locked.
+
+        The driver goes on taking those addresses for the pages that it locked. Whatever came to lie there next would
+        be copied to and from these pages, and its own contents would be lost without an error.
+        """
+        start = self.reserved
+        for slab in self.slabs:
+            if slab.pinned:
+                if slab.address > start:
+                    pages.give_back(start, slab.address - start)
+                start = slab.address + SLAB
+        pages.give_back(start, self.reserved + self.length - start)
+
     def free(self, extent: Extent) -> None:
         """Take a piece back, and join it with the gaps beside it."""
         if not extent.size:

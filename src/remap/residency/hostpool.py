@@ -177,7 +177,9 @@ class HostPool:
         self.trim()
         with self._lock:
             for arena in self._arenas.values():
-                pages.give_back(arena.reserved, arena.length)
+                for slab in arena.slabs:
+                    self._unlock(slab)
+                arena.give_back()
             self._arenas.clear()
 
     # -- under the lock --
@@ -278,6 +280,15 @@ class HostPool:
     def _drop(self, slab: Slab, before: Job | None) -> None:
         if before is not None:
             _settled(before)
+        self._unlock(slab)
+        if not slab.pinned:  # else the device goes on writing to these very pages, whatever comes to be here
+            pages.discard(slab.address, SLAB)
+        with self._lock:
+            slab.leaving = False
+            self._leaving -= SLAB
+
+    def _unlock(self, slab: Slab) -> None:
+        """Let a slab be pageable again; one for which that fails stays `pinned`."""
         if slab.pinned and isinstance(self._driver, SupportsPinned):
             try:
                 with slab.device.current():
@@ -285,11 +296,6 @@ class HostPool:
                 slab.pinned = False
             except RemapError as error:
                 self._notes[f"host memory could not be unlocked, and stays: {error}"] = None
-        if not slab.pinned:  # else the device goes on writing to these very pages, whatever comes to be here
-            pages.discard(slab.address, SLAB)
-        with self._lock:
-            slab.leaving = False
-            self._leaving -= SLAB
 
 
 class _Pools:
