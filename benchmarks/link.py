@@ -28,6 +28,7 @@ from typing import Any
 import remap
 from benchmarks.record import write
 from remap import GiB, MiB
+from remap.locations import in_context
 from remap.residency import pages
 from remap.residency.arenas import SLAB
 from remap.types import Access, AllocationProperties
@@ -201,23 +202,28 @@ def calls(count: int, size: int) -> dict[str, dict[str, float]]:
 
 def preparing(size: int) -> dict[str, dict[str, float]]:
     """Return the GB/s at which fresh host memory is touched, locked and given back, by kind of page and threads."""
-    driver: Any = remap.driver()
+    driver, at = remap.driver(), remap.device(0)
     found: dict[str, dict[str, float]] = {}
+
+    def lock(start: int) -> None:
+        in_context(at, driver.register_pinned, start, SLAB)
+
+    def unlock(start: int) -> None:
+        in_context(at, driver.unregister_pinned, start)
+
     for kind in ("small pages", "large pages"):
         for threads in (1, 4, 16):
             with fresh(size, large=kind == "large pages") as start, ThreadPoolExecutor(threads) as executor:
                 slabs = range(start, start + size, SLAB)
 
-                def each(
-                    call: Callable[..., None], *more: int, slabs: range = slabs, on: Any = executor
-                ) -> float:
-                    return size / seconds(lambda: list(on.map(lambda at: call(at, *more), slabs))) / 1e9
+                def each(call: Callable[[int], None], slabs: range = slabs, on: Any = executor) -> float:
+                    return size / seconds(lambda: list(on.map(call, slabs))) / 1e9
 
                 found[f"{kind}, {threads} threads"] = {
-                    "touch": each(pages.touch, SLAB),
-                    "lock": each(driver.register_pinned, SLAB),
-                    "unlock": each(driver.unregister_pinned),
-                    "discard": each(pages.discard, SLAB),
+                    "touch": each(lambda start: pages.touch(start, SLAB)),
+                    "lock": each(lock),
+                    "unlock": each(unlock),
+                    "discard": each(lambda start: pages.discard(start, SLAB)),
                 }
     return found
 

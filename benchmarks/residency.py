@@ -29,6 +29,7 @@ import remap
 from benchmarks.link import REST, fresh, seconds
 from benchmarks.record import write
 from remap import GiB, MiB
+from remap.locations import in_context
 from remap.residency import pages
 from remap.residency.arenas import SLAB
 from remap.types import Access, AllocationProperties
@@ -109,6 +110,64 @@ def touch_rate(size: int) -> dict[str, float]:
     return found
 
 
+def ready_rate(size: int) -> dict[str, float]:
+    """Return the GB/s at which fresh host pages are touched and locked by 16 threads, as a first pause has to."""
+    driver, at = remap.driver(), remap.device(0)
+    found: dict[str, float] = {}
+
+    def ready(start: int) -> None:
+        pages.touch(start, SLAB)
+        in_context(at, driver.register_pinned, start, SLAB)
+
+    for large in (False, True):
+        times: list[float] = []
+        for _ in range(3):
+            with fresh(size, large=large) as start, ThreadPoolExecutor(16) as executor:
+                slabs = range(start, start + size, SLAB)
+                times.append(seconds(lambda: list(executor.map(ready, slabs))))  # noqa: B023
+                for slab in slabs:
+                    in_context(at, driver.unregister_pinned, slab)
+        found["large pages" if large else "small pages"] = size / median(times) / 1e9
+    return found
+
+
+def raw_cycle(count: int, size: int, rest: float) -> float:
+    """Return the seconds of create, map, access and copies up by raw calls, some time after unmap and release."""
+    driver, at = remap.driver(), remap.device(0)
+    properties, grants = AllocationProperties(at.location), ((at.location, Access.READ_WRITE),)
+    pool = remap.host_pool()
+    extents = pool.take([size] * count, at)
+    pieces = [list(extent.pieces(0, size)) for extent in extents]
+    addresses = [driver.reserve(size) for _ in range(count)]
+    handles: list[int] = []
+    times: list[float] = []
+    with at.current(), remap.Stream(0) as stream:
+
+        def bring() -> None:
+            for address, parts in zip(addresses, pieces, strict=True):
+                handle = driver.create(size, properties)
+                handles.append(handle)
+                driver.map(address, size, handle)
+                driver.set_access(address, size, grants)
+                for host, length in parts:
+                    driver.copy_to_device(address, host, length, stream.handle)
+                    address += length  # noqa: PLW2901
+            driver.synchronize_stream(stream.handle)
+
+        for _ in range(REPEATS + 1):
+            times.append(seconds(bring))
+            for address, handle in zip(addresses, handles, strict=True):
+                driver.unmap(address, size)
+                driver.release(handle)
+            handles.clear()
+            time.sleep(rest)
+    for address in addresses:
+        driver.free_range(address, size)
+    pool.give_all(extents, False)
+    pool.wait()
+    return median(times[1:])
+
+
 def raw_calls(sizes: Sequence[int]) -> tuple[float, float]:
     """Return the seconds of unmap + release, and of create + map + access, over buffers of one chunk each."""
     driver, place = remap.driver(), remap.device(0).location
@@ -148,11 +207,12 @@ def cycles(buffers: Buffers, repeats: int, rest: float = 0.0, **options: Any) ->
     return median(slept), median(woken)
 
 
-def shape(count: int, size: int, rate: dict[str, float], touched: float) -> dict[str, Any]:
+def shape(count: int, size: int, rate: dict[str, float], touched: float, ready: float) -> dict[str, Any]:
     """Measure one shape of buffers with every setting of the pool."""
     pool = remap.host_pool()
     found: dict[str, Any] = {}
     free, _ = raw_calls([size] * count)
+    raw, raw_rested = raw_cycle(count, size, 0.0), raw_cycle(count, size, REST)
     with Buffers(count, size) as buffers:
         total = buffers.size
         best_down, best_up = total / rate["down"] / 1e9 + free, total / rate["up"] / 1e9
@@ -165,8 +225,10 @@ def shape(count: int, size: int, rate: dict[str, float], touched: float) -> dict
         remap.resume(buffers.all)
         pool.trim()
         found["very first pause, of the touch rate"] = total / first / 1e9 / touched
+        found["very first pause, of the rate of touching and locking"] = total / first / 1e9 / ready
         slept, woken = cycles(buffers, REPEATS)
         found["released each time: pause, of the touch rate"] = total / slept / 1e9 / touched
+        found["released each time: pause, of the rate of touching and locking"] = total / slept / 1e9 / ready
         found["released each time: resume, of the link"] = best_up / woken
         cycles(buffers, 1, keep_host=True)
         slept, woken = cycles(buffers, REPEATS, keep_host=True)
@@ -177,8 +239,11 @@ def shape(count: int, size: int, rate: dict[str, float], touched: float) -> dict
         slept, woken = cycles(buffers, REPEATS)
         found["prepared: pause, of the floor"] = slept / best_down
         found["prepared: resume, of the floor"] = woken / best_up
+        found["prepared: resume, of the same raw calls at once"] = woken / raw
         _, rested = cycles(buffers, REPEATS, REST)
         found["prepared: resume after a rest, of the floor"] = rested / best_up
+        found["prepared: resume after a rest, of the same raw calls"] = rested / raw_rested
+        found["raw calls at once and after a rest, of the floor"] = [raw / best_up, raw_rested / best_up]
         found["prepared: GB/s down and up"] = [total / slept / 1e9, total / woken / 1e9]
         remap.host_pool(prepare=0)
         pool.trim()
@@ -267,11 +332,13 @@ def moved(size: int) -> dict[str, Any]:
     with Buffers(3, size) as buffers:
         remap.pause(buffers.all)
         remap.resume(buffers.all)
+        time.sleep(REST)  # until the device has cleared what the pause gave back
         found["kernel on resumed memory, of plain"] = (
             add.bandwidth(*(one.address for one in buffers.all), size // 4) / best
         )
         remap.migrate(buffers.all, remap.Host())
         remap.migrate(buffers.all, 0)
+        time.sleep(REST)
         found["kernel on memory migrated back, of plain"] = (
             add.bandwidth(*(one.address for one in buffers.all), size // 4) / best
         )
@@ -286,13 +353,18 @@ def main() -> None:
     small, large = max(16 * MiB // scale, 2 * MiB), 1 * GiB // scale
     with remap.device(0).current():
         rate = link(large)
-        touched = touch_rate(max(8 * large, 2 * SLAB))
-        figures: dict[str, Any] = {"link, GB/s": rate, "touch rate, GB/s": touched}
+        touched, ready = (call(max(8 * large, 2 * SLAB)) for call in (touch_rate, ready_rate))
+        figures: dict[str, Any] = {
+            "link, GB/s": rate,
+            "touch rate, GB/s": touched,
+            "rate of touching and locking, GB/s": ready,
+        }
+        print(figures, flush=True)
         for name, count, size in (
             ("8 × 1 GiB", 8, large),
             ("200 × 16 MiB", 200 if scale == 1 else 20, small),
         ):
-            figures[name] = shape(count, size, rate, max(touched.values()))
+            figures[name] = shape(count, size, rate, max(touched.values()), max(ready.values()))
             print(name, figures[name], flush=True)
         figures["no backup, 8 GiB"] = without_backup(8 * large if scale == 1 else 256 * MiB)
         print(figures["no backup, 8 GiB"], flush=True)

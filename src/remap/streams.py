@@ -218,6 +218,22 @@ class Queue:
         return end.kept() if end is not None else nullcontext(not self.over)
 
     @property
+    def gone(self) -> bool:
+        """Whether another library closed its stream, though its object is kept: it is asked again.
+
+        The driver is not asked: it takes the handle for an address, and the process ends if nothing is there.
+        """
+        if isinstance(self.owner, Resource | StreamCalls):
+            return False
+        ask: Callable[[], tuple[int, int]] | None = getattr(self.owner, "__cuda_stream__", None)
+        if ask is None:
+            return False
+        try:
+            return int(ask()[1]) != self.handle
+        except Exception:  # noqa: BLE001 (whatever a closed stream of another library raises)
+            return True
+
+    @property
     def _end(self) -> End | None:
         owner = self.owner
         found = getattr(owner, "_end", None) if isinstance(owner, Resource) else None
@@ -229,7 +245,13 @@ class Queue:
         return self.handle == PER_THREAD_STREAM or (self.owner is None and self.handle > PER_THREAD_STREAM)
 
     def follow(self, earlier: Queue) -> None:
-        """Let later work of this stream wait for what another one has queued so far; the host does not wait."""
+        """Let later work of this stream wait for what another one has queued so far.
+
+        The host does not wait, but for a stream that is `gone`.
+        """
+        if earlier.gone:
+            earlier.synchronize()
+            return
         with earlier.device.current(), Event(earlier.device) as event:
             earlier.device._driver.record_event(event.handle, earlier.handle)
             with self.device.current():  # it says which device's default stream is meant
@@ -237,6 +259,8 @@ class Queue:
 
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if work on this stream goes into a graph: waiting would break the capture."""
+        if self.gone:
+            return
         try:
             with self.device.current():
                 capturing = self.device._driver.stream_capturing(self.handle)
@@ -255,6 +279,9 @@ class Queue:
         """Wait on the host for all of it, which is not being captured."""
         driver = self.device._driver
         with self.device.current():
+            if self.gone:
+                driver.synchronize_context()  # its work may still go on
+                return
             try:
                 driver.synchronize_stream(self.handle)
             except DriverError as error:
@@ -263,7 +290,7 @@ class Queue:
                 driver.synchronize_context()  # its work may still go on
 
     def _was_destroyed(self, error: DriverError) -> bool:
-        """Tell whether a stream of another library has gone though its object lives: closed, not dropped."""
+        """Tell whether a stream of another library has gone though its object goes on naming it."""
         ours = self.owner is None or isinstance(self.owner, Resource)
         return error.code == CudaResult.INVALID_HANDLE and not ours
 

@@ -169,3 +169,36 @@ def test_a_handle_stays_while_it_is_named(stage: Stage) -> None:
             assert not third
         assert not recording.calls_to("destroy_stream")
     assert [call.arguments for call in recording.calls_to("destroy_stream")] == [(stream.handle,)]
+
+
+class Closable:
+    """A stream of another library that can be closed, after which it names none."""
+
+    def __init__(self, stream: remap.Stream) -> None:
+        self.stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return what CUDA's protocol asks for."""
+        return self.stream.__cuda_stream__()
+
+
+@pytest.mark.parametrize("way", ["close", "pause", "order"])
+def test_a_stream_that_another_library_closed(stage: Stage, way: str) -> None:
+    """Its handle is not named again: the driver would take it for an address. The device is waited for instead."""
+    with remap.allocate(SIZE, resident=0) as buffer:
+        stream = remap.Stream(0)
+        handle = stream.handle
+        buffer.fill(1, stream=Closable(stream))
+        stream.close()
+        marked = stage.mark()
+        if way == "close":
+            buffer.close()
+        elif way == "pause":
+            remap.pause(buffer)
+        else:
+            with remap.Stream(0) as other:
+                buffer._uses.join(as_stream(other, remap.device(0)))
+        calls = list(stage.since(marked))
+        named = [call.name for call in calls if handle in call.arguments]
+    assert not [name for name in named if "stream" in name or "event" in name], named
+    assert "synchronize_context" in [call.name for call in calls]

@@ -91,6 +91,23 @@ def test_what_is_freed_in_a_region(torch: Any, machine: Any) -> None:
     assert remap.device(0).memory().free >= free - 32 * MiB
 
 
+def test_blocks_that_end_within_others(torch: Any, machine: Any) -> None:
+    """Whatever else is routed just then, memory goes back, and the process goes on."""
+    foreign = torch.cuda.MemPool()
+    with machine.pool("regions", release="region") as pool, torch.cuda.use_mem_pool(foreign):
+        kept = machine.pools()["regions"].empty(1000).fill_(1)
+        with machine.pool("regions"):
+            torch.ones(64 << 20, device="cuda")
+        with machine.outside():
+            torch.ones(64 << 20, device="cuda")
+        with machine.pool("weights"):
+            torch.ones(64 << 20, device="cuda")
+        machine.pools()["weights"].trim()
+    assert sum(one.size for one in pool.segments) <= 32 * MiB
+    assert not machine.pools()["weights"].segments
+    assert float(kept.sum()) == 1000
+
+
 def test_deleting_a_tensor_under_a_running_kernel(torch: Any, machine: Any) -> None:
     """Memory is not unmapped under work that uses it: the free callback waits, as cudaFree does (trap 11)."""
     with machine.pool("weights", release="pool") as pool:

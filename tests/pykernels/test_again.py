@@ -68,7 +68,7 @@ class Foreign:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return what CUDA's protocol asks for."""
-        return self.version, self.stream.handle
+        return self.version, self.stream.__cuda_stream__()[1]
 
 
 def test_streams_of_other_libraries_are_known_by_their_handle() -> None:

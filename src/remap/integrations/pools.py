@@ -122,10 +122,13 @@ class Pool:
                     finally:
                         _inside.pools.pop()
             finally:
-                if self.options.release == "pool":
-                    for at, one in taken.items():
+                for at, one in taken.items():
+                    if self.options.release == "pool":
                         self._routes[at].put(one)
-                taken.clear()  # otherwise what they cache goes back here
+                    else:
+                        routing.let_go(at, one)
+                if self.options.release == "region" and not torch.cuda.is_current_stream_capturing():
+                    empty_caches()
 
     @contextmanager
     def graph(self, graph: Any, *, pool: Any = None, **options: Any) -> Generator[Pool]:
@@ -138,13 +141,17 @@ class Pool:
         at = torch.cuda.current_device()
         with self._visiting([at]):
             mem_pool = self._route(at).for_graphs(pool)
-            with (
-                routing.own_workspaces(),
-                lifetime.capturing(),
-                self._memory.capturing(),
-                torch.cuda.graph(graph, pool=mem_pool.id, **options),
-            ):
-                yield self
+            try:
+                with (
+                    routing.own_workspaces(),
+                    lifetime.capturing(),
+                    self._memory.capturing(),
+                    torch.cuda.graph(graph, pool=mem_pool.id, **options),
+                ):
+                    yield self
+            finally:
+                if pool is None:
+                    routing.let_go(at, mem_pool)
 
     def graph_pool(self, device: DeviceLike | None = None) -> tuple[int, int]:
         """Return a handle for `torch.cuda.graph(pool=…)`, for captures whose memory is to lie in this pool."""

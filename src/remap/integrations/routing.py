@@ -18,7 +18,7 @@ class Route:
     """The `MemPool`s of one pool on one device: one for each thread that is inside, kept for the next.
 
     A `MemPool` belongs to the device that was current when it was made, and torch lets one thread at a time into each.
-    Dropping one is how torch is told to give back what it caches there; tensors in it live on (trap 23).
+    Letting go of one is how torch is told to give back what it caches there; tensors in it live on (trap 23).
     """
 
     def __init__(self, pool: PoolMemory, device: int) -> None:
@@ -44,7 +44,7 @@ class Route:
     def for_graphs(self, handle: Any = None) -> Any:
         """Return a `MemPool` for a capture: a new one, or the one that stands for a handle of the caller's.
 
-        That one is never dropped, as captures share it. A new one may be: its graph keeps the memory.
+        That one is never let go, as captures share it. A new one may be: its graph keeps the memory.
         """
         if handle is None:
             return self._make()
@@ -53,16 +53,30 @@ class Route:
                 return known
         found = self._for_graphs.get(handle)
         if found is None:
-            found = self._for_graphs[handle] = immortal(self._make())
+            found = self._for_graphs[handle] = self._make()
         return found
 
     def drop_caches(self) -> None:
-        """Let torch give back the segments that hold no tensor."""
-        self._idle.clear()
+        """Let go of the `MemPool`s that no thread is in."""
+        while self._idle:
+            let_go(self.device, self._idle.pop())
 
     def _make(self) -> Any:
-        with torch.cuda.device(self.device):
-            return torch.cuda.MemPool(self._allocator)
+        return _new(self.device, self._allocator)
+
+
+def _new(device: int, *allocator: Any) -> Any:
+    with torch.cuda.device(device):
+        return immortal(torch.cuda.MemPool(*allocator))
+
+
+def let_go(device: int, mem_pool: Any) -> None:
+    """Tell torch that nobody will enter a `MemPool` again; what it caches goes with the next `empty_cache`.
+
+    Its destructor would see to both, but ends the process if any thread has a block or a capture under way on the
+    device just then (torch 2.11). So it never runs: the object, a few hundred bytes, stays.
+    """
+    torch._C._cuda_releasePool(device, mem_pool.id)
 
 
 class _Thread(threading.local):
@@ -107,14 +121,14 @@ def routed(mem_pools: dict[int, Any]) -> Generator[None]:
 @contextmanager
 def outside() -> Generator[None]:
     """Route the allocations of this thread into memory of torch's own for a block, which ends with it."""
-    inside = _thread.inside[-1] if _thread.inside else {}
-    plain: dict[int, Any] = {}
-    for at in inside:
-        with torch.cuda.device(at):
-            plain[at] = torch.cuda.MemPool()
-    with routed(plain):
-        yield
-    plain.clear()  # what is cached there goes back
+    plain = {at: _new(at) for at in (_thread.inside[-1] if _thread.inside else ())}
+    try:
+        with routed(plain):
+            yield
+    finally:
+        for at, one in plain.items():
+            let_go(at, one)
+        torch.cuda.empty_cache()
 
 
 def warm_up(at: int) -> None:

@@ -27,9 +27,12 @@ from remap.locations import AccessLike, LocationLike, location, locations, parse
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
-from remap.sizes import format_size
+from remap.sizes import GiB, format_size
 from remap.spans import Chunk
 from remap.types import Access, AllocationProperties, Held, Location, LocationKind
+
+HEEDED = 1 * GiB
+"""How much is reserved to get a certain address. CUDA takes smaller reservations out of what it holds already."""
 
 _WRITE_STEP = 'Open it again with access="rw", which its exporter must have offered: export(..., access="rw")'
 
@@ -68,7 +71,7 @@ class ImportedBuffer(Buffer):
         self._rights: Mapping[Location, Access] = {}
         self._chunks: list[Chunk] = []
         self._size = descriptor.size
-        self._reserved = self._base = 0
+        self._reserved = self._mapped = self._base = 0
         place = descriptor.chunks[0].location if descriptor.chunks else locations(0, "resident")[0]
         self.properties = _properties(descriptor, place)
         if descriptor.chunks:
@@ -106,9 +109,9 @@ class ImportedBuffer(Buffer):
             check_reach(driver, users, places)
             grants = tuple((user, access) for user in users)
             total = shared.mapped_size
-            self._base = at = self._reserve(total, same_address, hint)
-            rollback.undo(driver.free_range, at, total)
-            self._reserved, self._address = total, at + shared.offset
+            self._base, self._reserved = at, _ = self._reserve(total, same_address, hint)
+            rollback.undo(driver.free_range, at, self._reserved)
+            self._mapped, self._address = total, at + shared.offset
             for index, (handle, chunk) in enumerate(imported):
                 map_whole(driver, at, chunk.size, handle)
                 rollback.undo(driver.unmap, at, chunk.size)
@@ -124,22 +127,26 @@ class ImportedBuffer(Buffer):
         for handle, _ in imported:
             driver.release(handle)
 
-    def _reserve(self, total: int, same_address: bool, hint: int) -> int:
+    def _reserve(self, total: int, same_address: bool, hint: int) -> tuple[int, int]:
+        """Return reserved addresses and their size, which is more than is needed where a place is wanted."""
         wanted = self.descriptor.address - self.descriptor.offset if same_address else hint
-        try:
-            found = reserve_range(self._driver, total, 0, max(wanted, 0))
-        except DriverError:
-            if not hint or same_address:
-                raise
-            found = reserve_range(self._driver, total)  # a hint is a wish, whatever a driver makes of it
-        if same_address and found != wanted:
-            self._driver.free_range(found, total)
+        for size in (max(total, HEEDED), total) if wanted > 0 else ():
+            try:
+                found = reserve_range(self._driver, size, 0, wanted)
+            except (
+                DriverError
+            ):  # no room for so much, or a hint that a driver does not like: it is only a wish
+                continue
+            if found == wanted:
+                return found, size
+            self._driver.free_range(found, size)
+        if same_address:
             raise ShareError(
                 f"{format_size(total)} at {wanted:#x}, where the exporter has it",
                 rule="something else of this process lies there",
                 next_step="Map shared memory before other memory is allocated, or leave same_address out",
             )
-        return found
+        return reserve_range(self._driver, total), total
 
     def _grant_step(self, place: Location, needed: Access) -> str:
         if needed.writable and not self._most.writable:
@@ -176,7 +183,7 @@ class ImportedBuffer(Buffer):
     def _detach(self) -> Release:
         steps: list[Step] = []
         if self._reserved:
-            steps.append((self._driver.unmap, (self._base, self._reserved)))
+            steps.append((self._driver.unmap, (self._base, self._mapped)))
             steps.append((self._driver.free_range, (self._base, self._reserved)))
         if self._backup is not None:
             steps.append((self._backup.drop, ()))
