@@ -10,7 +10,6 @@ managed memory without prefetch the slowest of all for 64 MiB. Release of a Devi
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +20,6 @@ import numpy as np
 import remap
 from benchmarks.record import median_us, write
 from remap import KiB, MiB, kernels
-from remap.drivers.powers import SupportsHostFunctions
 from remap.kernels import Pointer
 
 SIZES = {"4 KiB": 4 * KiB, "1 MiB": MiB, "64 MiB": 64 * MiB}
@@ -114,36 +112,55 @@ def kinds(kernel: remap.Kernel) -> dict[str, dict[str, float]]:
 
 
 def releases() -> dict[str, float]:
-    """Return the microseconds of a close: while work is under way on the memory, and after a synchronisation."""
-    driver = remap.driver()
-    assert isinstance(driver, SupportsHostFunctions)
+    """Return the microseconds of a close: under a kernel that runs for 300 ms, and after a synchronisation."""
     figures: dict[str, float] = {}
-    for name, make in (("DeviceBox", remap.DeviceBox.empty), ("DeviceBuffer", remap.DeviceBuffer.empty)):
-        idle: list[float] = []
-        busy: list[float] = []
-        with remap.Stream(0) as stream:
-            for turn in range(40):
-                under_way = turn % 8 == 0 and turn > 0
-                memory = (
-                    make(MiB, "uint8", device=0)
-                    if name == "DeviceBuffer"
-                    else make(MiB, "uint8", stream=stream)
+    ticks = int(remap.device(0).properties.clock_khz * 1000 * RUNNING)
+    with (
+        remap.load(kernels.shipped("spin"), device=0) as module,
+        remap.Stream(0) as stream,
+        remap.DeviceBuffer.zeroed(2, "uint64", device=0) as stamps,
+    ):
+        spin = module.function("spin")
+        spin.host(lambda *_: time.sleep(RUNNING))
+        makers: dict[str, Callable[[], Any]] = {
+            "DeviceBox": lambda: remap.DeviceBox.empty(MiB, "uint8", stream=stream),
+            "DeviceBuffer": lambda: remap.DeviceBuffer.empty(MiB, "uint8", device=0),
+        }
+        for name, make in makers.items():
+            for busy in (False, True):
+                # Closing a buffer waits, and so the next one would be idle.
+                count = 1 if busy and name == "DeviceBuffer" else 32
+                figures[f"{name}, {'work under way' if busy else 'idle'}"] = round(
+                    statistics.median(
+                        time
+                        for _ in range(5)
+                        for time in _closes(
+                            [make() for _ in range(count)], stream, spin if busy else None, stamps, ticks
+                        )
+                    ),
+                    1,
                 )
-                if under_way:
-                    gate = threading.Event()
-                    with remap.device(0).current():
-                        driver.launch_host_function(stream.handle, lambda gate=gate: gate.wait(30))  # type: ignore[misc]
-                    threading.Timer(RUNNING, gate.set).start()
-                memory.fill(1, stream=stream)
-                if not under_way:
-                    stream.synchronize()
-                start = time.perf_counter_ns()
-                memory.close()
-                (busy if under_way else idle).append((time.perf_counter_ns() - start) / 1000)
-                stream.synchronize()
-        figures[f"{name}, idle"] = round(statistics.median(idle), 1)
-        figures[f"{name}, work under way"] = round(statistics.median(busy), 1)
     return figures
+
+
+def _closes(
+    memory: list[Any], stream: remap.Stream, spin: remap.Kernel | None, stamps: Any, ticks: int
+) -> list[float]:
+    """Return the microseconds of closing each, after `spin` and a fill of it behind that, or with nothing under way."""
+    for one in memory:
+        one.fill(1, stream=stream)
+    stream.synchronize()
+    if spin is not None:
+        spin.launch(memory[0], stamps, ticks, grid=1, block=1, stream=stream)
+        for one in memory:
+            one.fill(2, stream=stream)
+    times: list[float] = []
+    for one in memory:
+        start = time.perf_counter_ns()
+        one.close()
+        times.append((time.perf_counter_ns() - start) / 1000)
+    stream.synchronize()
+    return times
 
 
 def chains(kernel: remap.Kernel) -> dict[str, float]:

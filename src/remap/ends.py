@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from remap.releases import undo
@@ -24,22 +23,9 @@ class End:
         self._destroy: Callable[[], None] | None = None
         self.over = False
 
-    @contextmanager
-    def kept(self) -> Generator[bool]:
-        """Keep the handle for a block; yields False where it is over, and must not be named any more."""
-        kept = False
-        try:
-            with self._driver.lock:
-                if not self.over:
-                    self._naming += 1
-                    kept = True
-            yield kept
-        except BaseException as error:
-            if kept:
-                undo(error, self._leave)
-            raise
-        if kept:
-            self._leave()
+    def kept(self) -> Kept:
+        """Keep the handle for a block; gives False where it is over, and must not be named any more."""
+        return Kept(self)
 
     def destroy(self, call: Callable[[], None]) -> None:
         """Destroy the handle, whose work is done, with `call`: now, or when the last block that keeps it ends."""
@@ -56,3 +42,36 @@ class End:
             last = None if self._naming else self._destroy
         if last is not None:
             last()
+
+
+class Kept:
+    """A block that keeps a handle. A class, since a generator takes longer than the driver for what it is used for."""
+
+    __slots__ = ("_end", "_kept")
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._kept = False
+
+    def __enter__(self) -> bool:
+        """Return whether the handle may be named."""
+        end = self._end
+        try:
+            with end._driver.lock:
+                if not end.over:
+                    end._naming += 1
+                    self._kept = True
+        except BaseException as error:
+            if self._kept:
+                undo(error, end._leave)
+            raise
+        return self._kept
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Let go of the handle, and destroy it if that was put off until now."""
+        if not self._kept:
+            return
+        if error is None:
+            self._end._leave()
+        else:
+            undo(error, self._end._leave)

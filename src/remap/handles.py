@@ -38,7 +38,7 @@ from remap.locations import (
     parse_access,
     parse_handle_types,
 )
-from remap.sizes import Size, check_aligned, counted, format_size, is_power_of_two, parse_size
+from remap.sizes import GiB, Size, check_aligned, counted, format_size, is_power_of_two, parse_size
 from remap.spans import Chunk, Span
 from remap.types import AllocationProperties, Facts, Grants, HandleType, Held, Location
 
@@ -341,7 +341,13 @@ def create_handle(driver: Any, size: int, properties: AllocationProperties, purp
 
 
 def reserve_range(driver: Any, size: int, alignment: int = 0, hint: int = 0) -> int:
-    """Reserve addresses and return the first; an error says that addresses ran out, and not memory."""
+    """Reserve addresses and return the first; an error says that addresses ran out, and not memory.
+
+    CUDA takes reservations below 32 MiB out of a range that it holds already, whatever the hint, unless an alignment
+    asks for more than that range gives (seen on H200 with 1 GiB); so a hint that has one comes with it.
+    """
+    if hint and not hint % GiB:
+        alignment = max(alignment, GiB)
     try:
         address: int = driver.reserve(size, alignment, hint)
     except OutOfAddressSpaceError as error:

@@ -186,7 +186,7 @@ class Closable:
 def test_a_stream_that_another_library_closed(stage: Stage, way: str) -> None:
     """Its handle is not named again: the driver would take it for an address. The device is waited for instead."""
     with remap.allocate(SIZE, resident=0) as buffer:
-        stream = remap.Stream(0)
+        stream, other = remap.Stream(0), remap.Stream(0)
         handle = stream.handle
         buffer.fill(1, stream=Closable(stream))
         stream.close()
@@ -196,9 +196,9 @@ def test_a_stream_that_another_library_closed(stage: Stage, way: str) -> None:
         elif way == "pause":
             remap.pause(buffer)
         else:
-            with remap.Stream(0) as other:
-                buffer._uses.join(as_stream(other, remap.device(0)))
+            buffer._uses.join(as_stream(other, remap.device(0)))
         calls = list(stage.since(marked))
+        other.close()
         named = [call.name for call in calls if handle in call.arguments]
     assert not [name for name in named if "stream" in name or "event" in name], named
     assert "synchronize_context" in [call.name for call in calls]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from remap.residency.targets import (
     wait,
 )
 from remap.sizes import counted
+from remap.types import Location
 from remap.uses import After, Known
 
 
@@ -77,7 +78,7 @@ def pause(
         # Those that another thread has paused meanwhile.
         for buffer in [one for one, kept in plans.items() if _is_paused(one, kept)]:
             del plans[buffer]
-        for buffer in [buffer for buffer, kept in plans.items() if kept == "host" and _shares_memory(buffer)]:
+        for buffer in _sharing_memory(buffer for buffer, kept in plans.items() if kept == "host"):
             notes.append(
                 f"{buffer.describe()} stays mapped: its device shares memory with the CPU, nothing would be freed"
             )
@@ -179,13 +180,11 @@ def _save(
         rollback.undo(_drop_unused, buffer, backups[buffer])
     if to_disk:
         check_space(directory, sum(_bytes(buffer) for buffer in to_disk))
-    by_device: dict[Any, list[Buffer]] = {}
+    by_place: dict[Location | None, list[Buffer]] = {}
     for buffer in to_host:
-        by_device.setdefault(near(buffer._chunks[0].location) if buffer._chunks else device(), []).append(
-            buffer
-        )
-    for at, some in by_device.items():
-        extents = pool.take([_bytes(buffer) for buffer in some], at)
+        by_place.setdefault(buffer._chunks[0].location if buffer._chunks else None, []).append(buffer)
+    for place, some in by_place.items():
+        extents = pool.take([_bytes(buffer) for buffer in some], device() if place is None else near(place))
         for buffer, extent in zip(some, extents, strict=True):
             backups[buffer].extent = extent
     total = sum(_bytes(buffer) for buffer in (*to_host, *to_disk))
@@ -267,11 +266,20 @@ def _is_paused(buffer: Buffer, kept: Keep) -> bool:
     return True
 
 
-def _shares_memory(buffer: Buffer) -> bool:
-    places = buffer.resident
-    return bool(places) and all(
-        place.is_device and device(place.index).properties.integrated for place in places
-    )
+def _sharing_memory(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """Return the buffers all of whose memory is that of devices that share it with the CPU."""
+    integrated: dict[Location, bool] = {}
+
+    def shares(place: Location) -> bool:
+        if place not in integrated:
+            integrated[place] = place.is_device and device(place.index).properties.integrated
+        return integrated[place]
+
+    return [
+        buffer
+        for buffer in buffers
+        if buffer._chunks and all(shares(chunk.location) for chunk in buffer._chunks)
+    ]
 
 
 def _bytes(buffer: Buffer) -> int:

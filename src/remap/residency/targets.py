@@ -125,8 +125,8 @@ def wait(buffers: Iterable[Buffer], after: After, doing: str) -> None:
 
 def free_memory(buffers: Iterable[Buffer]) -> dict[Location, MemoryInfo]:
     """Return the memory of each device that buffers lie on."""
-    places = dict.fromkeys(place for buffer in buffers for place in buffer.resident if place.is_device)
-    return {place: device(place.index).memory() for place in places}
+    places = dict.fromkeys(chunk.location for buffer in buffers for chunk in buffer._chunks)
+    return {place: device(place.index).memory() for place in places if place.is_device}
 
 
 def free_memory_now(before: Mapping[Location, MemoryInfo]) -> dict[Location, MemoryInfo]:

@@ -27,12 +27,12 @@ from remap.locations import AccessLike, LocationLike, location, locations, parse
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
-from remap.sizes import GiB, format_size
+from remap.sizes import MiB, format_size
 from remap.spans import Chunk
 from remap.types import Access, AllocationProperties, Held, Location, LocationKind
 
-HEEDED = 1 * GiB
-"""How much is reserved to get a certain address. CUDA takes smaller reservations out of what it holds already."""
+HEEDED = 32 * MiB
+"""How much is reserved to get a certain address: where CUDA puts less, a hint does not decide (`reserve_range`)."""
 
 _WRITE_STEP = 'Open it again with access="rw", which its exporter must have offered: export(..., access="rw")'
 
@@ -130,7 +130,7 @@ class ImportedBuffer(Buffer):
     def _reserve(self, total: int, same_address: bool, hint: int) -> tuple[int, int]:
         """Return reserved addresses and their size, which is more than is needed where a place is wanted."""
         wanted = self.descriptor.address - self.descriptor.offset if same_address else hint
-        for size in (max(total, HEEDED), total) if wanted > 0 else ():
+        for size in dict.fromkeys((total, max(total, HEEDED))) if wanted > 0 else ():
             try:
                 found = reserve_range(self._driver, size, 0, wanted)
             except (
