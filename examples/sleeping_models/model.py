@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PAGE = 16
 """Rows are given out in pages of this many tokens."""
@@ -67,9 +68,11 @@ class Block(nn.Module):
         # Rows that were never written are undefined, and nothing times a NaN is a NaN.
         known = known.where(seen[:, :, None, None, None], 0)
         keys, values = known[:, :, 0].transpose(1, 2), known[:, :, 1].transpose(1, 2)
-        mixed = functional.scaled_dot_product_attention(
-            query[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
-        )
+        # The fused kernels that torch takes for this on a GPU do not give the same bits each time.
+        with sdpa_kernel(SDPBackend.MATH):
+            mixed = functional.scaled_dot_product_attention(
+                query[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
+            )
         x = x + self.out(mixed.reshape(count, -1))
         gate, up = self.gate(self.after(x)).chunk(2, dim=-1)
         return x + self.down(functional.silu(gate) * up)

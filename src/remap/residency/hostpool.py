@@ -61,6 +61,8 @@ class HostPool:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self._lock = threading.Lock()
+        # One at a time: the driver locks no faster from several threads, and copies would have to wait for all of them.
+        self._locking = threading.Lock()
         self._arenas: dict[int, Arena] = {}
         self._limit: int | None = None
         self._prepared = 0
@@ -270,7 +272,7 @@ class HostPool:
             raise no_memory(SLAB, error) from error
         if isinstance(self._driver, SupportsPinned) and not slab.pinned:
             try:
-                with arena.device.current():
+                with self._locking, arena.device.current():
                     self._driver.register_pinned(slab.address, SLAB)
                 slab.pinned = True
             except RemapError as error:  # slower, but as right

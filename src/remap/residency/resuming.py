@@ -163,8 +163,7 @@ def _wake(
                         buffer._unmap_chunks()
                         backup.stale = False
                 portions += _portions(buffer, backup)
-            # One stream brings the chunks in the order of use; two leave no gap between them.
-            with Flow(driver, total, progress, lanes=1 if events else 2) as flow:
+            with Flow(driver, total, progress) as flow:
                 jobs = FileJobs(driver, pool, flow, out=False)
                 if events:
                     for portion in portions:
