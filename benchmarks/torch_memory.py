@@ -286,6 +286,7 @@ def measured(name: str, small: bool) -> Any:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="which figures (default: all that can be had)")
     parser.add_argument("--only", help="one of the figures, in this process")
     parser.add_argument("--into", type=Path)
     parser.add_argument("--small", action="store_true")
@@ -305,7 +306,7 @@ def main() -> None:
             told.into.write_text(json.dumps(found))
         return
     os.environ["PYTHONPATH"] = os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])
-    write("torch_memory", {name: measured(name, told.small) for name in names})
+    write("torch_memory", {name: measured(name, told.small) for name in told.names or names})
 
 
 if __name__ == "__main__":
