@@ -334,10 +334,11 @@ class DeviceArray:
     def _join_pending(self, users: Sequence[Device]) -> int | None:
         """Return the handle of one stream that is behind all pending work, None if nothing is pending."""
         uses = self.owner._uses
+        uses.settle()
         target = uses.latest()
-        if target is None and not uses._events:
+        if target is None and not uses._events and not uses._lost:
             return None
-        if target is None or target.device not in users:
+        if target is None or target.over or target.device not in users:
             target = Queue(default_handle(), users[0], None)
         uses.join(target)
         self._stream = target  # holds the stream object, so that the handle stays what it is

@@ -195,12 +195,13 @@ StreamLike: TypeAlias = Stream | SupportsStream | int
 class Queue:
     """A stream as the rooms above use it: its handle, its device, and the object that keeps it alive."""
 
-    __slots__ = ("device", "handle", "owner")
+    __slots__ = ("_gone", "device", "handle", "owner")
 
     def __init__(self, handle: int, device: Device, owner: object) -> None:
         self.handle = handle
         self.device = device
         self.owner = owner
+        self._gone = False
 
     def of(self, owner: object) -> Queue:
         """Return the same stream, kept alive by `owner`."""
@@ -208,35 +209,37 @@ class Queue:
 
     @property
     def over(self) -> bool:
-        """Whether this is a stream of ours whose closing has waited for all its work."""
+        """Whether nothing may name it any more: closed if it is ours, found `gone` if it is another library's."""
         end = self._end
-        return end.over if end is not None else isinstance(self.owner, Resource) and self.owner.closed
+        if end is not None:
+            return end.over
+        return self._gone or (
+            issubclass(type(self.owner), Resource) and bool(getattr(self.owner, "closed", False))
+        )
 
     def kept(self) -> AbstractContextManager[bool]:
         """Keep the handle valid for a block that names it; gives False where it is `over`, and names nothing."""
         end = self._end
         return end.kept() if end is not None else nullcontext(not self.over)
 
-    @property
     def gone(self) -> bool:
-        """Whether another library closed its stream, though its object is kept: it is asked again.
+        """Ask another library whether it has closed its stream, though it keeps the object; it is `over` from then on.
 
-        The driver is not asked: it takes the handle for an address, and the process ends if nothing is there.
+        The driver is not asked: it takes the handle for an address, and the process ends if nothing is there. Not under
+        a lock, as this calls others' code.
         """
-        if isinstance(self.owner, Resource | StreamCalls):
-            return False
-        ask: Callable[[], tuple[int, int]] | None = getattr(self.owner, "__cuda_stream__", None)
-        if ask is None:
-            return False
-        try:
-            return int(ask()[1]) != self.handle
-        except Exception:  # noqa: BLE001 (whatever a closed stream of another library raises)
-            return True
+        if not self._gone and not issubclass(type(self.owner), Resource | StreamCalls):
+            try:
+                ask: Callable[[], tuple[int, int]] | None = getattr(self.owner, "__cuda_stream__", None)
+                self._gone = ask is not None and int(ask()[1]) != self.handle
+            except Exception:  # noqa: BLE001 (whatever a closed stream of another library raises)
+                self._gone = True
+        return self._gone
 
     @property
     def _end(self) -> End | None:
-        owner = self.owner
-        found = getattr(owner, "_end", None) if isinstance(owner, Resource) else None
+        owner = self.owner  # it may be a weak proxy, so that only its type can be asked
+        found = getattr(owner, "_end", None) if issubclass(type(owner), Resource) else None
         return found if isinstance(found, End) else None
 
     @property
@@ -245,13 +248,7 @@ class Queue:
         return self.handle == PER_THREAD_STREAM or (self.owner is None and self.handle > PER_THREAD_STREAM)
 
     def follow(self, earlier: Queue) -> None:
-        """Let later work of this stream wait for what another one has queued so far.
-
-        The host does not wait, but for a stream that is `gone`.
-        """
-        if earlier.gone:
-            earlier.synchronize()
-            return
+        """Let later work of this stream wait for what another one has queued so far; the host does not wait."""
         with earlier.device.current(), Event(earlier.device) as event:
             earlier.device._driver.record_event(event.handle, earlier.handle)
             with self.device.current():  # it says which device's default stream is meant
@@ -259,8 +256,6 @@ class Queue:
 
     def check_not_capturing(self, asked: str) -> None:
         """Raise `InUseError` if work on this stream goes into a graph: waiting would break the capture."""
-        if self.gone:
-            return
         try:
             with self.device.current():
                 capturing = self.device._driver.stream_capturing(self.handle)
@@ -279,9 +274,6 @@ class Queue:
         """Wait on the host for all of it, which is not being captured."""
         driver = self.device._driver
         with self.device.current():
-            if self.gone:
-                driver.synchronize_context()  # its work may still go on
-                return
             try:
                 driver.synchronize_stream(self.handle)
             except DriverError as error:

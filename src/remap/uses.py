@@ -17,20 +17,33 @@ class Uses:
     """The queued work that may still use a range of memory, as far as remap knows (invariant 7).
 
     Streams are held, so that their handles cannot come to mean others; a bare integer gets an event right after the
-    use. `escaped` says that the address was given away: then only the whole context tells when work has ended.
+    use. `escaped` says that the address was given away: then only the whole context tells when work has ended, as it
+    does for a stream that another library has closed meanwhile.
     """
 
-    __slots__ = ("_events", "_held", "_streams", "escaped")
+    __slots__ = ("_events", "_held", "_lost", "_streams", "escaped")
 
     def __init__(self) -> None:
         self._streams: dict[tuple[int, int], Queue] = {}
         self._events: dict[tuple[int, int], Event] = {}
         self._held: list[object] = []
+        self._lost: dict[Device, None] = {}
         self.escaped = False
 
     def __bool__(self) -> bool:
         """Tell whether there is anything to wait for."""
-        return bool(self._streams or self._events or self.escaped)
+        return bool(self._streams or self._events or self._lost or self.escaped)
+
+    def settle(self) -> None:
+        """Ask other libraries which of their streams they have closed: those are named no more (`Queue.gone`).
+
+        Before each wait, and not under a lock.
+        """
+        for key, queue in list(self._streams.items()):
+            if queue.gone():
+                self._lost[queue.device] = None
+                if self._streams.get(key) is queue:
+                    del self._streams[key]
 
     def add(self, queue: Queue, keep: object = None) -> None:
         """Note work just queued; `keep` stays alive until the next wait (the host side of a copy)."""
@@ -61,19 +74,24 @@ class Uses:
             with queue.kept() as there:
                 if there:
                     queue.check_not_capturing(asked)
-        if self.escaped and captures_running():
+        if (self.escaped or self._lost) and captures_running():
+            why = (
+                "its address was given away"
+                if self.escaped
+                else "a stream that used it was closed by its library"
+            )
             raise InUseError(
                 asked,
-                rule="its address was given away, so that whole contexts are waited for, and that would break the "
-                "capture that is running",
+                rule=f"{why}, so that whole contexts are waited for, and that would break the capture that is running",
                 next_step="End the capture first, or pass after= to name what to wait for",
             )
 
     def wait(self, accessing: tuple[Device, ...], asked: str) -> None:
         """Wait on the host for all of it; if the address escaped, for the contexts of `accessing` too."""
+        self.settle()
         self.check_not_capturing(asked)
-        streams, events, held = self._streams, self._events, self._held
-        self._streams, self._events, self._held = {}, {}, []
+        streams, events, held, lost = self._streams, self._events, self._held, self._lost
+        self._streams, self._events, self._held, self._lost = {}, {}, [], {}
         launches.forget()
         try:
             for (index, _), queue in list(streams.items()):
@@ -84,13 +102,13 @@ class Uses:
                         queue.synchronize()
             for event in events.values():
                 event.synchronize()
-            if self.escaped:
-                for one in accessing:
-                    one.synchronize()
+            for one in dict.fromkeys((*lost, *(accessing if self.escaped else ()))):
+                one.synchronize()
         except BaseException:  # nothing is forgotten that was not waited for
             self._streams = {**streams, **self._streams}
             self._events = {**events, **self._events}
             self._held = held + self._held
+            self._lost = {**lost, **self._lost}
             raise
         for event in events.values():
             event.close()
@@ -99,11 +117,18 @@ class Uses:
         """Drop everything that was noted, once the memory is gone."""
         self._streams.clear()
         self._held.clear()
+        self._lost.clear()
         while self._events:
             self._events.popitem()[1].close()
 
     def join(self, target: Queue) -> None:
-        """Let later work of `target` wait for all of it; the host does not wait."""
+        """Let later work of `target` wait for all of it.
+
+        The host does not wait, but for streams that other libraries have closed; `InUseError` under a capture then.
+        """
+        self.settle()
+        if self._lost:
+            self._wait_for_lost()
         for (_, handle), queue in list(self._streams.items()):
             if handle == target.handle and queue.device == target.device:
                 continue
@@ -114,9 +139,17 @@ class Uses:
             with target.device.current():
                 target.device._driver.wait_event(target.handle, event.handle)
 
+    def _wait_for_lost(self) -> None:
+        if captures_running():
+            self.check_not_capturing("use behind a stream that its library has closed")
+        for one in list(self._lost):
+            one.synchronize()
+            self._lost.pop(one, None)
+
     @property
     def queues(self) -> tuple[Queue, ...]:
-        """The streams that have work pending, those with an event of their own left out."""
+        """The streams that have work pending, those with an event of their own left out, and those that are gone."""
+        self.settle()
         return tuple(self._streams.values())
 
     def latest(self) -> Queue | None:
@@ -134,6 +167,7 @@ def wait_for_all(uses: Sequence[tuple[Uses, tuple[Device, ...], str]]) -> None:
     Raises `InUseError` for a stream that is being captured, with nothing waited for.
     """
     for one, _, asked in uses:
+        one.settle()
         one.check_not_capturing(asked)
     for place in dict.fromkeys(place for one, accessing, _ in uses if one.escaped for place in accessing):
         place.synchronize()

@@ -13,6 +13,7 @@ import pytest
 import remap
 from remap import MiB
 from remap.drivers.wrappers import Faulty, Recording
+from remap.errors import InUseError
 from remap.launches import Repeat
 from remap.streams import as_stream
 from remap.testing.bench import wait_until
@@ -171,34 +172,97 @@ def test_a_handle_stays_while_it_is_named(stage: Stage) -> None:
     assert [call.arguments for call in recording.calls_to("destroy_stream")] == [(stream.handle,)]
 
 
-class Closable:
-    """A stream of another library that can be closed, after which it names none."""
+class Library:
+    """A stream of another library, which can be closed, and does something each time it is asked for its handle."""
 
-    def __init__(self, stream: remap.Stream) -> None:
+    def __init__(self, stream: remap.Stream, first: Callable[[], object] = lambda: None) -> None:
         self.stream = stream
+        self.first = first
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Return what CUDA's protocol asks for."""
+        """Return what CUDA's protocol asks for; raises once it was closed."""
+        self.first()
         return self.stream.__cuda_stream__()
 
 
-@pytest.mark.parametrize("way", ["close", "pause", "order"])
+@pytest.mark.parametrize("way", ["close", "pause", "order", "box", "home", "array"])
 def test_a_stream_that_another_library_closed(stage: Stage, way: str) -> None:
     """Its handle is not named again: the driver would take it for an address. The device is waited for instead."""
     with remap.allocate(SIZE, resident=0) as buffer:
         stream, other = remap.Stream(0), remap.Stream(0)
-        handle = stream.handle
-        buffer.fill(1, stream=Closable(stream))
+        handle, theirs = stream.handle, Library(stream)
+        box = remap.DeviceBox.empty(8, device=0, stream=theirs if way == "home" else other)
+        box.fill(1, stream=theirs)
+        buffer.fill(1, stream=theirs)
         stream.close()
         marked = stage.mark()
         if way == "close":
             buffer.close()
         elif way == "pause":
             remap.pause(buffer)
-        else:
+        elif way == "order":
             buffer._uses.join(as_stream(other, remap.device(0)))
+        elif way == "array":
+            assert buffer.array("u1", 8).__cuda_array_interface__["stream"] != handle
+        else:
+            box.close()
         calls = list(stage.since(marked))
+        box.close()
         other.close()
         named = [call.name for call in calls if handle in call.arguments]
-    assert not [name for name in named if "stream" in name or "event" in name], named
+    assert not [name for name in named if "stream" in name or "event" in name or "pool" in name], named
     assert "synchronize_context" in [call.name for call in calls]
+
+
+def test_a_library_that_closes_the_box_it_is_asked_about(stage: Stage) -> None:
+    """Nothing is freed twice: what is made in between has its own memory."""
+    with remap.Stream(0) as stream:
+        theirs = Library(stream)
+        box = remap.DeviceBox.empty(MiB, "u1", device=0, stream=stream)
+        box.fill(1, stream=theirs)
+        made: list[remap.DeviceBox] = []
+
+        def act() -> None:
+            theirs.first = lambda: None
+            box.close()
+            made.append(remap.DeviceBox.zeroed(MiB, "u1", device=0, stream=stream))
+
+        theirs.first = act
+        box.close()
+        with remap.DeviceBox.zeroed(MiB, "u1", device=0, stream=stream) as another:
+            another.fill(9)
+            assert not made[0].to_host().any()
+        made[0].close()
+
+
+def test_a_library_that_waits_for_another_thread(stage: Stage) -> None:
+    """It is asked under no lock of ours, so whoever it waits for may use remap meanwhile (invariant 13)."""
+    with remap.Stream(0) as stream, ThreadPoolExecutor(1) as executor:
+        theirs = Library(stream)
+        box = remap.DeviceBox.empty(8, device=0, stream=stream)
+        box.fill(1, stream=theirs)
+        other = remap.allocate(SIZE, resident=0)
+        theirs.first = lambda: executor.submit(other.close).result(LIMIT)
+        box.close()
+        assert other.closed
+
+
+@pytest.mark.parametrize("way", ["close", "box", "order"])
+def test_a_library_that_closed_a_stream_and_captures_another(stage: Stage, way: str) -> None:
+    """Waiting for the whole device would break the capture: refused, and both go on."""
+    with remap.allocate(SIZE, resident=0) as buffer, remap.Stream(0) as captured, remap.Stream(0) as other:
+        stream = remap.Stream(0)
+        theirs = Library(stream)
+        box = remap.DeviceBox.empty(8, device=0, stream=other)
+        box.fill(1, stream=theirs)
+        buffer.fill(1, stream=theirs)
+        stream.close()
+        with remap.capture(captured) as capture, pytest.raises(InUseError, match="closed by its library"):
+            if way == "close":
+                buffer.close()
+            elif way == "box":
+                box.close()
+            else:
+                buffer._uses.join(as_stream(other, remap.device(0)))
+        capture.graph.close()
+        box.close()

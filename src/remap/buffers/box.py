@@ -11,7 +11,7 @@ from remap.buffers.pooled import borrow
 from remap.buffers.typed import OwnedMemory, Shape, extent, from_list, place_of
 from remap.drivers.powers import PoolFigures, SupportsPools
 from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
-from remap.lifetime import Release, drain, queued, undo
+from remap.lifetime import Release, captures_running, drain, queued, undo
 from remap.locations import Device, DeviceLike, device, explain_shortage
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import host_array
@@ -57,7 +57,16 @@ class PoolMemory(FixedMemory):
         the address was given away remap cannot see who uses it: let those streams `use` the memory. Raises
         `InUseError`, and stays open, under a capture and while arrays of other libraries view it.
         """
+        if self.home.gone() and captures_running():
+            raise InUseError(
+                f"closing {self.kind} {self.serial}",
+                rule="its stream was closed by its library, so that the device is waited for, and that would break "
+                "the capture that is running",
+                next_step="End the capture first",
+            )
         if isinstance(after, Known):
+            if self._known_uses is not None:
+                self._known_uses.settle()
             super().close()
             return
         release = self._begin_close()
@@ -127,6 +136,8 @@ class _Born:
         home = self._home
         if self._uses is not None:
             self._uses.join(queue)
+        elif home.gone():
+            home.device.synchronize()
         elif queue.handle != home.handle or queue.device != home.device:
             with home.kept() as there:
                 if there:
@@ -251,6 +262,8 @@ def _check_not_capturing(queue: Queue, asked: str) -> None:
 def _free(at: Device, home: Queue, address: int, uses: Uses | None, after: StreamLike | Event | None) -> None:
     """Free memory in its home stream, or in a lent one where that has gone, after the work of all others."""
     driver: Any = at._driver
+    if home.gone():
+        at.synchronize()
     with home.kept() as there:
         lent = None if there and not home.transient else borrow(at)
         if lent is not None:
