@@ -20,7 +20,8 @@ import pytest
 import remap
 from remap import MiB, drivers, lifetime
 
-SIZE = 4 * MiB
+GRANULE = 64 << 10  # there are thousands of places: filling and comparing megabytes at each takes a minute
+SIZE = 2 * GRANULE
 OURS = (str(Path(remap.__file__).parent), contextlib.__file__)
 """Where an interrupt is raised: not inside the modules that nobody here can mend (threading, numpy)."""
 
@@ -88,7 +89,7 @@ def driver() -> Generator[None]:
     """Let the tests use a host driver with no wrapper, and let finalisers warn: that is what they are for."""
     if remap.driver().name != "host":
         pytest.skip("what CUDA has in use is machine-wide, and each place would take its slack")
-    remap.use("host")
+    remap.use("host", granularity=GRANULE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         remap.allocate(SIZE, poison=True).close()

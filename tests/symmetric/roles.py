@@ -247,20 +247,14 @@ class Dying:
 
 def killed(exchange: ProcessExchange, step: int, multicast: bool) -> tuple[str, float, str]:
     """Rank 1 is killed at a step; return the others' error, how long it took, and what it left."""
-    remap.device(0).memory()
+    _warm_up(exchange)
     before = Belongings()
     start = time.monotonic()
     chosen: Any = Dying(exchange, step) if exchange.rank == 1 else exchange
     try:
         remap.SymmetricBuffer(chosen, MiB, multicast=multicast).close()
     except ShareError as error:
-        left = before.left_over()
-        # The thread that hands memory over stays, with its socket.
-        return (
-            str(error),
-            time.monotonic() - start,
-            "" if "object" not in left and "bytes" not in left else left,
-        )
+        return str(error), time.monotonic() - start, before.left_over()
     return "", 0.0, ""
 
 

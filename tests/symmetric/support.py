@@ -1,9 +1,13 @@
-"""Ranks as processes: each runs a role with an exchange of its own, on a driver of its own."""
+"""Ranks as processes: each runs a role with an exchange of its own, on a driver of its own.
+
+Nothing here imports pytest: each rank would, which takes longer than most roles.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -12,7 +16,6 @@ import remap
 from remap.drivers.wrappers import Faulty
 from remap.lifetime import live
 from remap.sharing.exchange import ProcessExchange
-from remap.testing.bench import wait_until
 
 LIMIT = 90.0
 
@@ -111,8 +114,10 @@ class Belongings:
 
         The thread that hands memory over closes its connections a moment after the other side is done with them.
         """
-        wait_until(lambda: not self._left_over(), limit=5)
-        return self._left_over()
+        end = time.monotonic() + 5
+        while (left := self._left_over()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return left
 
     def _left_over(self) -> str:
         remap.collect()
