@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## run the striped vector add (ARGS="--driver host" and so on)
 	.venv/bin/remap demo vector-add $(ARGS)
 
+# In several processes on the host driver, in one on CUDA: tests/conftest.py says how many.
 test: $(STAMP) ## run the tests (ARGS="-k name --driver cuda" and so on)
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n auto --dist loadscope $(ARGS)
 
 check: $(STAMP) ## check format, lint and types
 	.venv/bin/ruff format --check .

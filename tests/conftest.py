@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import linecache
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -52,6 +56,75 @@ def pytest_configure(config: pytest.Config) -> None:
         phases = [Phase.explicit, Phase.reuse, Phase.generate]
         hypothesis.settings.register_profile("gpu", hypothesis.settings.default, phases=phases)
         hypothesis.settings.load_profile("gpu")
+    if hasattr(config, "workerinput"):  # one of several processes
+        _beside_others(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Say how many processes `-n auto` starts: more than processors, since many tests wait for their children.
+
+    On CUDA none, whose free memory is that of the whole GPU.
+    """
+    name = config.getoption("--driver") or os.environ.get("REMAP_DRIVER")
+    return 0 if name == "cuda" else min(2 * (os.cpu_count() or 1), 4)
+
+
+# -- several processes (make test) --
+
+
+class Turns:
+    """Who may go on, of the processes that run tests: most tests beside others, those marked `alone` beside none."""
+
+    def __init__(self, directory: Path) -> None:
+        self._door, self._room = (
+            os.open(directory / name, os.O_RDWR | os.O_CREAT) for name in ("door", "room")
+        )
+
+    @contextmanager
+    def turn(self, alone: bool) -> Generator[None]:
+        """Wait until a test may run; one that runs alone waits until the room is empty, and keeps it so."""
+        with ExitStack() as room:
+            # Who waits for an empty room holds the door, or others would come in for ever.
+            with _locked(self._door, fcntl.LOCK_EX):
+                room.enter_context(_locked(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+            yield
+
+
+@contextmanager
+def _locked(file: int, how: int) -> Generator[None]:
+    fcntl.flock(file, how)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do: a forked child may have the file, too
+
+
+_turns = pytest.StashKey[Turns]()
+
+
+def _beside_others(config: pytest.Config) -> None:
+    config.stash[_turns] = Turns(Path(config.option.basetemp).parent)  # pytest-xdist gives each one below it
+    # Whoever exports removes the sockets that the dead have left in the user's directory: also those that a test of
+    # another process has killed somebody for. So each has a directory of its own, which other users may enter as /tmp.
+    own = tempfile.TemporaryDirectory(prefix="remap-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(own.cleanup)
+    Path(own.name).chmod(0o755)
+    os.environ["TMPDIR"] = tempfile.tempdir = own.name
+    # From Python 3.13 on, the text of the `python -c` that this process began with is taken for that of any exec().
+    linecache.cache.pop("<string>", None)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit of the test begins
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Wait for one's turn. Close what a failed test left open, captures too, or every test after it fails as well."""
+    _let_imports_be()
+    turns = item.config.stash.get(_turns, None)
+    with nullcontext() if turns is None else turns.turn(item.get_closest_marker("alone") is not None):
+        result = yield
+        if item.stash.get(_failed, False):
+            _close_what_is_left()
+    return result
 
 
 def pytest_report_header() -> list[str]:
@@ -101,16 +174,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     item.stash[_failed] = report.failed or item.stash.get(_failed, False)
     return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Close what a failed test left open, captures too: one failure must not become that of every test after it."""
-    _let_imports_be()
-    result = yield
-    if item.stash.get(_failed, False):
-        _close_what_is_left()
-    return result
 
 
 _imported = 0

@@ -23,6 +23,7 @@ def seconds(statement: str) -> float:
     return time.perf_counter() - start
 
 
+@pytest.mark.alone
 def test_import_is_quick() -> None:
     """`import remap` takes less than 0.15 s more than an interpreter that does nothing (median of seven)."""
     extra = statistics.median(seconds("import remap") - seconds("pass") for _ in range(7))

@@ -154,6 +154,7 @@ def test_the_functions_exist() -> None:
     assert CUDA_FUNCTIONS.keys() <= documented
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("wrap", [partial(Recording, limit=1000), Faulty])
 def test_a_wrapper_costs_little(host: Driver, wrap: type[Recording]) -> None:
     """A wrapped call takes less than 2 µs longer, in the best of many rounds."""

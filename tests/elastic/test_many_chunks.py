@@ -57,6 +57,7 @@ print("usable")
 """
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(100)
 def test_100_000_chunks() -> None:
     """Growth is one access call for all chunks, giving back is one unmapping, and single chunks are found at once."""

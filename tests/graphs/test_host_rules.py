@@ -168,6 +168,7 @@ def side_by_side(graph: remap.Graph, count: int) -> None:
         graph.free(a, after=[graph.join(after=[graph.fill(a, 1, after=[a])])])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fill", [one_place, own_places, side_by_side])
 def test_cost_of_building(pool: GraphPool, fill: Callable[[remap.Graph, int], None]) -> None:
     """A graph of 10,000 nodes is built and instantiated in well under 2 s, at a cost a node that stays flat."""

@@ -81,6 +81,7 @@ def test_mapping_without_access_costs_nothing(host: Host) -> None:
     assert host.bytes_at(address, 4) == bytes(4)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_100000_mappings_in_arena_order(open_host: Callable[..., Host]) -> None:
     """Neighbours in order with equal rights are one kernel mapping, however many; every step stays fast."""
@@ -140,6 +141,7 @@ def test_limit_of_scattered_mappings(open_host: Callable[..., Host]) -> None:
     assert driver._memory.space.kernel_mappings == 0
 
 
+@pytest.mark.alone
 def test_lookup_stays_fast_with_10000_mappings(open_host: Callable[..., Host]) -> None:
     """A look-up among 10,000 mappings costs at most a few times one among 100."""
     driver = open_host().driver

@@ -96,7 +96,11 @@ def test_only_shared_events_are_exported(desk: Desk) -> None:
     desk.driver.destroy_event(event)
 
 
-@pytest.mark.parametrize("hostile", [b"", b"x" * 63, b"\0" * 65, os.urandom(64), b"../" * 21 + b"a"])
+@pytest.mark.parametrize(
+    "hostile",
+    [b"", b"x" * 63, b"\0" * 65, os.urandom(64), b"../" * 21 + b"a"],
+    ids=["nothing", "one short", "one long", "random", "path"],
+)
 def test_hostile_bytes(desk: Desk, hostile: bytes) -> None:
     """What no export gave is refused (invariant 11)."""
     if desk.driver.name == "cuda" and len(hostile) == 64:

@@ -287,6 +287,7 @@ while True:
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("turns", [1, 2, 5])
 def test_killed_in_the_middle(stage: Stage, turns: int, tmp_path: Path) -> None:
     """A process that is killed while it moves leaves no file, no disk space and no memory of the GPU behind."""

@@ -71,7 +71,7 @@ def test_a_process_that_lives_is_not_exiting(text: str) -> None:
     assert descriptor_of_end(process.pid) is None
 
 
-@pytest.mark.parametrize("process", [0, -1, 1, os.getpid()])
+@pytest.mark.parametrize("process", [0, -1, 1, os.getpid()], ids=["0", "-1", "1", "this"])
 def test_what_cannot_be_told_is_no_end(process: int) -> None:
     """For a process of another container (its number is 0), and for one that lives, the connection has to end."""
     assert not is_exiting(process)
