@@ -74,6 +74,8 @@ class Resource:
     __slots__ = ("__weakref__", "_driver", "_epoch", "_open", "_site", "_warns", "serial")
 
     kind: ClassVar[str] = "resource"
+    # For finalisers: an object may outlive the names of this module, which go when the interpreter ends.
+    _process: ClassVar[_Process]
 
     def __init__(self, driver: Any) -> None:
         self._open = False
@@ -181,6 +183,8 @@ class Resource:
                 if not self._open:
                     return None
                 self._check_closable()
+                if not self._open:  # what was called there has closed it
+                    return None
                 self._open, closing = False, True
                 _live.pop(self.serial, None)
                 return self._detach()
@@ -220,7 +224,8 @@ class Resource:
     def __del__(self) -> None:
         """Queue what an unclosed object owns, and warn."""
         # A constructor that was refused before it called this class's own has left no `_open` behind.
-        if not getattr(self, "_open", False) or self._epoch != _process.epoch or _process.ending:
+        process = self._process
+        if not getattr(self, "_open", False) or self._epoch != process.epoch or process.ending:
             return
         self._open = False
         _live.pop(self.serial, None)
@@ -258,7 +263,7 @@ class _Process:
         self.captures = 0
 
 
-_process = _Process()
+_process = Resource._process = _Process()
 _serials = itertools.count(1)
 _live: dict[int, weakref.ref[Resource]] = {}
 left: dict[int, weakref.ref[Any]] = {}
@@ -273,16 +278,14 @@ Operations look whether it is empty, so that nobody pays who is not watched. A t
 
 def leave(driver: Any) -> None:
     """Let nothing new of a driver come to life."""
-    left[id(driver)] = weakref.ref(driver, partial(_gone, id(driver)))
+    left[id(driver)] = weakref.ref(
+        driver, partial(left.pop, id(driver))
+    )  # which the reference is a default to
 
 
 def enter(driver: Any) -> None:
     """Take a driver into use, again if it was left before."""
     left.pop(id(driver), None)
-
-
-def _gone(number: int, _: object) -> None:
-    left.pop(number, None)
 
 
 def tell(what: str, thing: Resource, doing: str) -> None:
@@ -310,12 +313,13 @@ def drain() -> int:
         while waiting:
             try:
                 waiting[0].run()
-            except RemapError as error:
+            except Exception as error:  # noqa: BLE001 - what a foreign object raises concerns no later call, either
                 if isinstance(error, InUseError) and not waiting[0].begun:
                     refused.append(waiting[0])
                 else:
                     waiting[0].begun = True  # told once, and not tried again
-                    failed = f"giving back an unclosed object failed: {error}"
+                    said = error if isinstance(error, RemapError) else f"{type(error).__name__}: {error}"
+                    failed = f"giving back an unclosed object failed: {said}"
                     warnings.warn(failed, RemapWarning, stacklevel=2)
             waiting.popleft()
     finally:

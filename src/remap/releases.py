@@ -35,7 +35,7 @@ class Release:
         an interrupt (Ctrl-C) they are queued. A lost context has given everything back itself, so its errors are passed
         over, but for the wait that was the first to see it (invariant 15).
         """
-        first: RemapError | None = None
+        first: Exception | None = None
         if self.wait is not None:
             known = context_lost()
             try:
@@ -54,13 +54,13 @@ class Release:
                 except InUseError:
                     self.begun = before
                     raise
-                except RemapError as error:
+                except Exception as error:  # noqa: BLE001 - whatever it is, what follows has to go, too
                     if first is not None:
                         first.add_note(f"and then: {error}")
                     first = first or error
                 at += 1
         except BaseException as error:
-            if self.begun and not isinstance(error, RemapError):
+            if self.begun and not isinstance(error, Exception):
                 left = self.steps[at:]
                 if left and getattr(left[0][0], "__name__", "") not in _REPEATABLE:
                     del left[0]

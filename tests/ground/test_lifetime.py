@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +163,69 @@ def test_a_refusal_ends_a_release_before_later_steps() -> None:
     assert not taken
 
 
+def test_a_failure_that_is_not_ours_ends_no_release_either() -> None:
+    """What a foreign object raises in one step keeps later steps from nothing, and comes out at the end."""
+    taken: list[int] = []
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        Release(0, [(divmod, (1, 0)), (taken.append, (1,)), (int, ("x",)), (taken.append, (2,))]).run()
+    assert taken == [1, 2]
+    assert "and then: invalid literal" in caught.value.__notes__[0]
+    assert not lifetime.queued
+
+
+def test_no_later_call_raises_what_a_queued_release_raises() -> None:
+    """A queued release that fails, by whatever exception, is told once as a warning, and not tried again."""
+    tried: list[int] = []
+    lifetime.queued.append(Release(0, [(tried.append, (1,)), (divmod, (1, 0))]))
+    with pytest.warns(remap.RemapWarning, match="unclosed object failed: ZeroDivisionError"):
+        remap.allocate(2 * MiB).close()
+    lifetime.queued.append(Release(0, [], lambda: tried.append(1 // 0)))
+    with pytest.warns(remap.RemapWarning, match="unclosed object failed: ZeroDivisionError"):
+        remap.allocate(2 * MiB).close()
+    remap.allocate(2 * MiB).close()
+    assert tried == [1]
+    assert not lifetime.queued
+
+
+def test_an_interrupt_of_a_queued_release_is_raised_and_leaves_the_rest() -> None:
+    """Ctrl-C comes out of the call that runs what was queued; what was not begun stays for the next one."""
+    taken: list[int] = []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    lifetime.queued.extend([Release(0, [(interrupt, ())]), Release(1, [(taken.append, (1,))])])
+    with pytest.raises(KeyboardInterrupt):
+        remap.collect()
+    assert (remap.collect(), taken) == (1, [1])
+
+
+class ClosesItself(Resource):
+    """A resource that what its last check calls has closed."""
+
+    def __init__(self) -> None:
+        super().__init__(remap.driver())
+        self.given_back: list[int] = []
+        self._opened()
+
+    def _check_closable(self) -> None:
+        if self._open and not self.given_back:
+            self.given_back.append(0)
+            self.close()
+
+    def _detach(self) -> Release:
+        return Release(0, [(self.given_back.append, (1,))])
+
+
+def test_what_was_closed_while_it_was_checked_is_not_closed_twice() -> None:
+    """A check before closing may call what closes the object; its memory is given back once (invariant 3)."""
+    thing = ClosesItself()
+    thing.close()
+    assert thing.closed
+    assert thing.given_back == [0, 1]
+
+
 CHILD_OF_FORK = """
 import os, sys, warnings
 import remap
@@ -221,6 +285,29 @@ def test_objects_alive_at_exit_are_silent() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+KEPT_BY_A_TEST = """
+import remap
+
+kept = []
+
+def test():
+    kept.extend([remap.allocate(2 << 20), remap.Stream()])
+"""
+
+
+def test_objects_that_outlive_the_modules_are_silent(tmp_path: Path) -> None:
+    """Objects that a test module keeps live longer than the names of remap's modules, and end as silently."""
+    (tmp_path / "test_kept.py").write_text(KEPT_BY_A_TEST)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)],
+        check=False,
+        timeout=100,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 def test_changing_the_driver_is_refused_while_objects_live() -> None:

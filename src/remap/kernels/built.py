@@ -8,7 +8,6 @@ from remap.kernels.compile import architecture_for
 from remap.kernels.compile import compile as compile_source
 from remap.kernels.image import Image
 from remap.kernels.module import Module
-from remap.lifetime import epoch, queued
 from remap.locations import Device
 
 
@@ -18,13 +17,7 @@ class Code(Module):
     __slots__ = ()
 
     def _opened(self) -> None:
-        self._open = True
-
-    def __del__(self) -> None:
-        """Queue what it owns, in silence."""
-        if getattr(self, "_open", False) and self._epoch == epoch():
-            self._open = False
-            queued.append(self._detach())
+        self._open, self._warns = True, False
 
 
 def image_for(text: str, name: str, fma: bool, at: Device | str) -> Image:
