@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -85,14 +86,47 @@ def test_the_environment_asks_for_sites() -> None:
 
 
 def test_a_block_without_leaks() -> None:
-    """`no_leaks` warns about what was made inside of it and lives after it, and about nothing else."""
+    """`no_leaks` fails over what was made inside of it and lives after it, and over nothing else."""
     outside = remap.allocate(2 * MiB)
     with no_leaks(), remap.allocate(2 * MiB):
         pass
-    with pytest.warns(ResourceWarning, match="alive after the block: buffer"), no_leaks():
+    with pytest.raises(AssertionError, match="alive after the block: buffer"), no_leaks():
         left = remap.allocate(2 * MiB)
     left.close()
     outside.close()
+
+
+LEAKING = """
+import pytest
+import remap
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    with remap.no_leaks():
+        yield
+
+kept = []
+
+def test_leaks():
+    kept.append(remap.allocate("2MiB"))
+
+def test_closes():
+    remap.allocate("2MiB").close()
+"""
+
+
+def test_a_fixture_of_no_leaks_fails_by_itself(tmp_path: Path) -> None:
+    """Around every test of a project, `no_leaks` fails the tests that leak, with no setting of warnings."""
+    (tmp_path / "test_project.py").write_text(LEAKING)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "2 passed, 1 error" in done.stdout
+    assert "alive after the block: buffer" in done.stdout
 
 
 def test_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,12 +71,16 @@ def leaks(since: Iterable[int] | Leaks | None = None) -> Leaks:
 
 @contextmanager
 def no_leaks() -> Generator[None]:
-    """Warn with a `ResourceWarning` if objects that were made in the block are alive after it. For tests."""
+    """Raise `AssertionError`, naming them, if objects that were made in the block are alive after it. For tests.
+
+    Not a warning: Python and pytest ignore a `ResourceWarning` unless they are told otherwise. A block that fails by
+    itself raises that alone, since what its traceback holds is alive.
+    """
     before = [thing.serial for thing in lifetime.live(Resource)]
     yield
     found = leaks(before)
     if found:
-        warnings.warn(f"alive after the block: {found}", ResourceWarning, stacklevel=3)
+        raise AssertionError(f"alive after the block: {found}")
 
 
 def record_sites(frames: int = 8) -> None:
