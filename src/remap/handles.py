@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from remap import drivers
@@ -344,12 +345,13 @@ def reserve_range(driver: Any, size: int, alignment: int = 0, hint: int = 0) -> 
     """Reserve addresses and return the first; an error says that addresses ran out, and not memory.
 
     CUDA takes reservations below 32 MiB out of a range that it holds already, whatever the hint, unless an alignment
-    asks for more than that range gives (seen on H200 with 1 GiB); so a hint that has one comes with it.
+    asks for more than that range gives (seen on H200 with 1 GiB); so a hint that has one comes with it, first.
     """
-    if hint and not hint % GiB:
-        alignment = max(alignment, GiB)
+    if hint:  # a wish, whatever a driver makes of it
+        with suppress(OutOfAddressSpaceError):
+            return int(driver.reserve(size, alignment if hint % GiB else max(alignment, GiB), hint))
     try:
-        address: int = driver.reserve(size, alignment, hint)
+        address: int = driver.reserve(size, alignment)
     except OutOfAddressSpaceError as error:
         raise error.explain(
             f"a reservation of {format_size(size)} of addresses",

@@ -15,6 +15,7 @@ import pytest
 
 import remap
 from remap import GiB, MiB
+from remap.errors import CudaResult
 from remap.testing.stage import Stage
 
 pytest_plugins = ("remap.testing.stage",)
@@ -170,6 +171,18 @@ def test_an_alignment_above_the_granularity(stage: Stage) -> None:
             assert aligned.address % GiB == 0
     with pytest.raises(remap.AlignmentError, match="power of two"):
         remap.reserve(SIZE, alignment=3 * MiB)
+
+
+@pytest.mark.parametrize("hint", [1 << 45, (1 << 45) + 2 * MiB])
+def test_a_hint_is_a_wish(stage: Stage, hint: int) -> None:
+    """Where the driver refuses it, with the alignment that goes with it, the range lies elsewhere."""
+    stage.faulty.fail("reserve", result=CudaResult.OUT_OF_MEMORY)
+    with remap.reserve(SIZE, hint=hint) as elsewhere:
+        assert elsewhere.address != hint
+    stage.faulty.fail("reserve", result=CudaResult.OUT_OF_MEMORY, repeat=True)
+    with pytest.raises(remap.OutOfAddressSpaceError):
+        remap.reserve(SIZE, hint=hint)
+    stage.faulty.heal()
 
 
 def test_another_device_is_current(stage: Stage) -> None:

@@ -66,6 +66,25 @@ def test_rights_are_what_was_asked(stage: Stage) -> None:
         remap.export(buffer, access="none")
 
 
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        (CudaResult.OUT_OF_MEMORY, remap.OutOfAddressSpaceError),
+        (CudaResult.ILLEGAL_ADDRESS, remap.errors.ContextLostError),
+    ],
+)
+def test_a_place_that_the_driver_refuses(stage: Stage, result: CudaResult, error: type[Exception]) -> None:
+    """The error is the driver's own: that something else lies there is said only where it does."""
+    with shareable() as buffer, remap.export(buffer) as exported:
+        with pytest.raises(remap.ShareError, match="something else"):
+            remap.open(exported, same_address=True)
+    with shareable() as buffer, remap.export(buffer) as exported:
+        stage.faulty.fail("reserve", result=result, repeat=True)
+        with pytest.raises(error):
+            remap.open(exported, same_address=True)
+        stage.faulty.heal()
+
+
 def test_each_import_stands_alone(stage: Stage) -> None:
     """Imports of one buffer are closed one by one; the others, and the exporter's, go on (trap 36)."""
     del stage

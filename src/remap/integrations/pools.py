@@ -113,8 +113,10 @@ class Pool:
         chosen = routing.initialized_devices() if devices is None else list(devices)
         routing.warm_up(torch.cuda.current_device())
         with self._visiting(chosen), group(self.tag):
-            taken = {at: self._route(at).take() for at in chosen}
+            taken: dict[int, Any] = {}
             try:
+                for at in chosen:
+                    taken[at] = self._route(at).take()
                 with routing.routed(taken):
                     _inside.pools.append(self)
                     try:
@@ -122,13 +124,11 @@ class Pool:
                     finally:
                         _inside.pools.pop()
             finally:
-                for at, one in taken.items():
-                    if self.options.release == "pool":
-                        self._routes[at].put(one)
-                    else:
-                        routing.let_go(at, one)
-                if self.options.release == "region" and not torch.cuda.is_current_stream_capturing():
-                    empty_caches()
+                if self.options.release == "region":
+                    routing.let_all_go(taken)
+                while taken:
+                    at, one = taken.popitem()
+                    self._routes[at].put(one)
 
     @contextmanager
     def graph(self, graph: Any, *, pool: Any = None, **options: Any) -> Generator[Pool]:
@@ -222,9 +222,11 @@ class Pool:
         """Make sure that torch asks our callbacks although its expandable segments are on (trap 25)."""
         before = self._memory.table.counters(route.device).allocated
         mem_pool = route.take()
-        with routing.routed({route.device: mem_pool}):
-            torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", route.device))
-        route.put(mem_pool)
+        try:
+            with routing.routed({route.device: mem_pool}):
+                torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", route.device))
+        finally:
+            route.put(mem_pool)
         if self._memory.table.counters(route.device).allocated == before:
             raise InvalidValueError(
                 f"pool {self.tag!r}",

@@ -12,6 +12,7 @@ from remap.errors import not_supported
 from remap.integrations.memory import PoolMemory
 from remap.integrations.support import immortal
 from remap.integrations.tensors import torch
+from remap.lifetime import captures_running
 
 
 class Route:
@@ -79,6 +80,16 @@ def let_go(device: int, mem_pool: Any) -> None:
     torch._C._cuda_releasePool(device, mem_pool.id)
 
 
+def let_all_go(mem_pools: dict[int, Any]) -> None:
+    """Let go of the `MemPool`s of several devices, and of what torch caches, there and elsewhere."""
+    if not mem_pools:
+        return
+    while mem_pools:
+        let_go(*mem_pools.popitem())
+    if not (captures_running() or torch.cuda.is_current_stream_capturing()):
+        torch.cuda.empty_cache()
+
+
 class _Thread(threading.local):
     """What the present thread is inside of, outermost first: each the `MemPool` in use by device.
 
@@ -100,35 +111,41 @@ def routed(mem_pools: dict[int, Any]) -> Generator[None]:
     The block that this one is inside of ends for that time: torch would ask it first, in versions up to 2.8.
     """
     outer = _thread.inside[-1] if _thread.inside else {}
-    paused = {at: one for at, one in outer.items() if at in mem_pools}
-    _end(paused)
+    paused: dict[int, Any] = {}
     begun: dict[int, Any] = {}
     try:
+        for at in mem_pools:
+            if at in outer:
+                paused[at] = outer[at]  # noted before: an interrupt comes when the call has returned
+                _end(at, outer[at])
         for at, one in mem_pools.items():
-            torch._C._cuda_beginAllocateCurrentThreadToPool(at, one.id)
             begun[at] = one
+            _begin(at, one)
         _thread.inside.append({**outer, **begun})
         try:
             yield
         finally:
             _thread.inside.pop()
     finally:
-        _end(begun)
-        for at, one in paused.items():
-            torch._C._cuda_beginAllocateCurrentThreadToPool(at, one.id)
+        try:
+            while begun:
+                _end(*begun.popitem())
+        finally:
+            while paused:
+                _begin(*paused.popitem())
 
 
 @contextmanager
 def outside() -> Generator[None]:
     """Route the allocations of this thread into memory of torch's own for a block, which ends with it."""
-    plain = {at: _new(at) for at in (_thread.inside[-1] if _thread.inside else ())}
+    plain: dict[int, Any] = {}
     try:
+        for at in _thread.inside[-1] if _thread.inside else ():
+            plain[at] = _new(at)
         with routed(plain):
             yield
     finally:
-        for at, one in plain.items():
-            let_go(at, one)
-        torch.cuda.empty_cache()
+        let_all_go(plain)
 
 
 def warm_up(at: int) -> None:
@@ -159,10 +176,19 @@ def own_workspaces() -> Generator[None]:
         clear()
 
 
-def _end(mem_pools: dict[int, Any]) -> None:
-    for at, one in mem_pools.items():
-        torch._C._cuda_endAllocateToPool(at, one.id)
-        torch._C._cuda_releasePool(at, one.id)
+def _begin(at: int, mem_pool: Any) -> None:
+    torch._C._cuda_beginAllocateCurrentThreadToPool(at, mem_pool.id)
+
+
+def _end(at: int, mem_pool: Any) -> None:
+    """End what `_begin` began, or do nothing where it was not: torch says so then, and has counted nothing."""
+    try:
+        torch._C._cuda_endAllocateToPool(at, mem_pool.id)
+    except RuntimeError as error:
+        if "not currently recording" not in str(error):
+            raise
+        return
+    torch._C._cuda_releasePool(at, mem_pool.id)
 
 
 def check_torch() -> None:

@@ -7,6 +7,7 @@ whoever holds a handle can map it read-write; the driver knows of no other kind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from remap import drivers
@@ -15,6 +16,7 @@ from remap.buffers.placement import check_reach
 from remap.drivers.protocol import Driver, SupportsSharing
 from remap.errors import (
     AccessError,
+    ContextLostError,
     CudaResult,
     DescriptorError,
     DriverError,
@@ -29,7 +31,7 @@ from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
 from remap.sizes import MiB, format_size
 from remap.spans import Chunk
-from remap.types import Access, AllocationProperties, Held, Location, LocationKind
+from remap.types import Access, AllocationProperties, Facts, Held, Location, LocationKind
 
 HEEDED = 32 * MiB
 """How much is reserved to get a certain address: where CUDA puts less, a hint does not decide (`reserve_range`)."""
@@ -84,6 +86,9 @@ class ImportedBuffer(Buffer):
         """What tells this memory from all other: the same in every process that has it."""
         return self._identity
 
+    def _facts(self) -> Facts:
+        return replace(super()._facts(), reserved=(self._base, self._reserved) if self._reserved else None)
+
     def _held(self) -> tuple[Held, ...]:
         return tuple(one._replace(source="foreign") for one in super()._held())
 
@@ -130,16 +135,22 @@ class ImportedBuffer(Buffer):
     def _reserve(self, total: int, same_address: bool, hint: int) -> tuple[int, int]:
         """Return reserved addresses and their size, which is more than is needed where a place is wanted."""
         wanted = self.descriptor.address - self.descriptor.offset if same_address else hint
+        refused: DriverError | None = None
+        elsewhere = False
         for size in dict.fromkeys((total, max(total, HEEDED))) if wanted > 0 else ():
             try:
                 found = reserve_range(self._driver, size, 0, wanted)
-            except (
-                DriverError
-            ):  # no room for so much, or a hint that a driver does not like: it is only a wish
+            except ContextLostError:
+                raise
+            except DriverError as error:  # no room for so much, or a hint that the driver does not like
+                refused = error
                 continue
             if found == wanted:
                 return found, size
             self._driver.free_range(found, size)
+            elsewhere = True
+        if same_address and refused is not None and not elsewhere:
+            raise refused
         if same_address:
             raise ShareError(
                 f"{format_size(total)} at {wanted:#x}, where the exporter has it",
