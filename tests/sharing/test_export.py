@@ -75,9 +75,12 @@ def test_rights_are_what_was_asked(stage: Stage) -> None:
 )
 def test_a_place_that_the_driver_refuses(stage: Stage, result: CudaResult, error: type[Exception]) -> None:
     """The error is the driver's own: that something else lies there is said only where it does."""
-    with shareable() as buffer, remap.export(buffer) as exported:
-        with pytest.raises(remap.ShareError, match="something else"):
-            remap.open(exported, same_address=True)
+    with (
+        shareable() as buffer,
+        remap.export(buffer) as exported,
+        pytest.raises(remap.ShareError, match="something else"),
+    ):
+        remap.open(exported, same_address=True)
     with shareable() as buffer, remap.export(buffer) as exported:
         stage.faulty.fail("reserve", result=result, repeat=True)
         with pytest.raises(error):
