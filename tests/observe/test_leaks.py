@@ -90,9 +90,10 @@ def test_a_block_without_leaks() -> None:
     outside = remap.allocate(2 * MiB)
     with no_leaks(), remap.allocate(2 * MiB):
         pass
+    left: list[remap.Buffer] = []
     with pytest.raises(AssertionError, match="alive after the block: buffer"), no_leaks():
-        left = remap.allocate(2 * MiB)
-    left.close()
+        left.append(remap.allocate(2 * MiB))
+    left[0].close()
     outside.close()
 
 
