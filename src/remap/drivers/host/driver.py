@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
+import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from weakref import WeakSet
 
 from remap.drivers.host import linux
 from remap.drivers.host.allocations import Allocations
@@ -137,6 +141,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
         graphs = self._graphs = Graphs(machine, self._contexts, self._launches, access, graph_memory)
         self._executables = Executables(machine, self._streams, spans, opaque, graphs, graph_memory)
         self._captures = Captures(machine, self._contexts, self._streams, graphs)
+        _open.add(self)
 
     @property
     def name(self) -> str:
@@ -344,3 +349,19 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
     def import_handle(self, shareable: int | bytes, kind: HandleType) -> int:
         self._guard.check_open("cuMemImportFromShareableHandle")
         return self._sharing.import_handle(shareable, kind)
+
+
+def _tell_what_nobody_waited_for() -> None:
+    """Say, when the process ends, what kernels did wrongly if no wait came that could raise it."""
+    end = time.monotonic() + _PATIENCE
+    for driver in list(_open):
+        guard = driver._guard
+        if guard.refusal is None:
+            driver._streams.let_end(end)
+        for error in guard.untold():
+            sys.stderr.write(f"remap: nothing waited for a kernel that failed: {error}\n")
+
+
+_open: WeakSet[HostDriver] = WeakSet()
+_PATIENCE = 1.0  # seconds that a process which ends waits for kernels, as one may never return
+atexit.register(_tell_what_nobody_waited_for)

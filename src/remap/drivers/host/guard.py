@@ -64,6 +64,13 @@ class Guard:
         if self.refusal is not None:
             raise self.refusal(call)
 
+    def untold(self) -> list[RemapError]:
+        """Return the faults of kernels that no call has raised; none where the driver takes no calls any more."""
+        if self.refusal is _closed or self.refusal is _forked:
+            return []
+        fault = None if _process.reported else _process.fault
+        return [*self.reports, *([] if fault is None else [fault])]
+
     def close(self) -> bool:
         """Refuse every call from now on; return False if that was so already, or the process is not the opener's."""
         if self.refusal is _closed or self.refusal is _forked:

@@ -7,6 +7,7 @@ apart. The per-thread default stream is a blocking stream that belongs to one th
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -271,6 +272,15 @@ class Streams:
         """Return every stream of a device, the default ones included. The caller holds the table lock."""
         own = [stream for _, stream in self._threads if stream.device == device]
         return [self._legacy[device], *self._of_device[device], *own]
+
+    def let_end(self, end: float) -> None:
+        """Wait for all streams, until a moment of the monotonic clock at most; the host learns nothing by it."""
+        with self._machine.lock:
+            streams = [stream for device in range(len(self._legacy)) for stream in self.all_of(device)]
+        for stream in streams:
+            with stream._lock:
+                while not stream.idle and stream._finished.wait(end - time.monotonic()):
+                    pass
 
     def close_device(self, device: int) -> None:
         """Destroy the streams that were created on a device whose context goes away, after their work."""
