@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +98,39 @@ def test_registering_twice(stage: Stage) -> None:
             remap.register(array)
         memory.fill(3)
     assert (array == 3).all()
+
+
+def test_a_registration_that_fails_is_undone(stage: Stage) -> None:
+    """An array that was locked before the refusal is unlocked again, so that it can be registered later (5)."""
+    array = np.zeros(1 << 16, "int32")
+    stage.faulty.fail("device_pointer")
+    with pytest.raises(remap.DriverError, match="device_pointer"):
+        remap.register(array)
+    with remap.register(array) as memory:
+        memory.fill(3)
+    assert (array == 3).all()
+    stage.faulty.fail("device_pointer")
+    marked = stage.mark()
+    with pytest.raises(remap.DriverError, match="device_pointer"):
+        remap.pinned(SHAPE)
+    assert "free_pinned" in stage.names_since(marked)
+
+
+def test_an_array_that_cannot_be_unlocked_stays(stage: Stage) -> None:
+    """Devices go on taking its addresses for the locked pages, so nothing else may come to lie there."""
+    array = np.ones(1 << 16, "int32")
+    seen = weakref.ref(array)
+    address = array.ctypes.data
+    memory = remap.register(array)
+    stage.faulty.fail("unregister_pinned")
+    with pytest.raises(remap.DriverError, match="unregister_pinned"):
+        memory.close()
+    del array, memory
+    gc.collect()
+    assert seen() is not None
+    driver: Any = stage.inner
+    with remap.device().current():
+        driver.unregister_pinned(address)
 
 
 def test_managed_places(stage: Stage) -> None:

@@ -8,8 +8,8 @@ from remap import drivers
 from remap.buffers.fixed import FixedMemory
 from remap.buffers.typed import OwnedMemory, Shape, extent
 from remap.drivers.powers import SupportsPinned
-from remap.errors import OutOfMemoryError, not_supported
-from remap.lifetime import Release, Step, drain, queued
+from remap.errors import InUseError, OutOfMemoryError, not_supported
+from remap.lifetime import Release, Rollback, Step, drain, queued
 from remap.locations import Device, device, devices, in_context
 from remap.sizes import format_size
 from remap.spans import Span, host_array
@@ -47,18 +47,20 @@ class PinnedMemory(FixedMemory):
         if not isinstance(driver, SupportsPinned):
             raise not_supported("cuMemHostAlloc", "pinned memory", "this driver has none")
         array = self._array
-        with self.device.current():
+        with self.device.current(), Rollback() as rollback:
             if array is None:
-                self._address, undo = driver.allocate_pinned(self._size), driver.free_pinned
+                self._address = driver.allocate_pinned(self._size)
+                end: Step = (driver.free_pinned, (self._address,))
             else:
-                self._address, undo = array.ctypes.data, driver.unregister_pinned
+                self._address = array.ctypes.data
                 driver.register_pinned(self._address, self._size)
+                end = (_unregister, (driver, self._address, array))
+            rollback.undo(end[0], *end[1])
             # One address for all, as on every 64-bit Linux; elsewhere kernels would be given the wrong one.
             if driver.device_pointer(self._address) != self._address:
-                undo(self._address)
                 rule = "devices reach it at another address than the CPU"
                 raise not_supported("cuMemHostGetDevicePointer", "pinned memory", rule)
-        self._steps = [(in_context, (self.device, undo, self._address))]
+        self._steps = [(in_context, (self.device, end[0], *end[1]))]
 
     def _actor(self, asked: str, needed: Access, stream: StreamLike | None, source: Span | None) -> Location:
         """Return the CPU where no stream is named and it may: it copies its own memory with less ado."""
@@ -80,6 +82,21 @@ class Pinned(OwnedMemory):
     __slots__ = ()
 
 
+_locked: list[NDArray[Any]] = []
+"""Arrays that could not be unlocked. The driver goes on taking their addresses for the pages that it locked, so that
+whatever came to lie there next would be copied to and from these pages: they stay for ever."""
+
+
+def _unregister(driver: SupportsPinned, address: int, array: NDArray[Any]) -> None:
+    try:
+        driver.unregister_pinned(address)
+    except InUseError:  # nothing was changed, and closing can be tried again
+        raise
+    except BaseException:
+        _locked.append(array)
+        raise
+
+
 def pinned(shape: Shape, dtype: DTypeLike = "float32") -> Pinned:
     """Allocate pinned host memory; its contents are undefined. Raises `OutOfMemoryError`. Source: cuMemHostAlloc."""
     extents, kind, size = extent(shape, dtype)
@@ -99,7 +116,8 @@ def register(array: NDArray[Any]) -> Pinned:
     """Pin a contiguous NumPy array where it is, until the result is closed; the array is held until then.
 
     Devices may write it if it can be written here. Raises `InvalidValueError` for one that is not contiguous, and
-    `DriverError` for memory that is pinned already. Source: cuMemHostRegister.
+    `DriverError` for memory that is pinned already. An array that closing fails to unlock is kept for ever. Source:
+    cuMemHostRegister.
     """
     host = host_array(array, "register", writable=False)
     extents, kind, size = extent(host.shape, host.dtype)
