@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import remap
 from remap import MiB
+from remap.drivers.wrappers import Faulty
 from remap.testing.bench import wait_until
 
 SIZE = 4 * MiB
@@ -50,3 +53,19 @@ def settled() -> bool:
 def acts(*calls: Callable[[], object]) -> tuple[Callable[[], object], ...]:
     """Return calls, with the type that a checker cannot find for lambdas."""
     return calls
+
+
+class Pinning(Faulty):
+    """A driver that locks no host memory until it is let."""
+
+    def __init__(self, inner: Any) -> None:
+        self.let = threading.Event()
+        super().__init__(inner)
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def pinning(*arguments: Any, **keywords: Any) -> Any:
+            if name == "register_pinned":
+                assert self.let.wait(30)
+            return call(*arguments, **keywords)
+
+        return pinning

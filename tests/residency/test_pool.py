@@ -6,8 +6,7 @@ import ctypes
 import mmap
 import os
 import resource
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import pytest
 
 import remap
 from remap import MiB, drivers
-from remap.drivers.wrappers import Faulty
 from remap.residency import pages
 from remap.residency.arenas import SLAB, PageChoice
 from remap.residency.hostpool import _WORKERS as WORKERS
 from remap.residency.hostpool import HostPool
 from remap.testing.stage import Stage
 
-from .support import SIZE, contents, filled, holds, settled
+from .support import SIZE, Pinning, contents, filled, holds, settled
 
 pytest_plugins = ("remap.testing.stage",)
 
@@ -245,22 +243,6 @@ def test_pages_are_those_that_are_sooner_ready(faster: bool) -> None:
     for _ in range(8):  # it changes its mind when the times do
         choice.note(faster, 3.0)
     assert choice.large is not faster
-
-
-class Pinning(Faulty):
-    """A driver that locks no host memory until it is let."""
-
-    def __init__(self, inner: Any) -> None:
-        self.let = threading.Event()
-        super().__init__(inner)
-
-    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def pinning(*arguments: Any, **keywords: Any) -> Any:
-            if name == "register_pinned":
-                assert self.let.wait(30)
-            return call(*arguments, **keywords)
-
-        return pinning
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from remap.errors import CudaResult, DriverError, driver_error
 from remap.locations import Device
 from remap.residency import pages
+from remap.residency.jobs import Job
 from remap.sizes import GiB, MiB, TiB, format_size, round_up
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ SLAB = 32 * MiB
 
 STRETCH = 16
 """How many slabs get the same kind of pages: saying so stops everybody who touches some."""
-
-Job: TypeAlias = "Future[None]"
 
 _ALIGNMENT = 2 * MiB
 _LONGEST, _SHORTEST = 16 * TiB, 4 * SLAB
@@ -53,6 +51,7 @@ class Arena:
         self._open = self.base
         self._large: dict[int, bool] = {}
         self._advising = threading.Lock()
+        self._going: list[tuple[int, int]] | None = None  # what `give_back` has still to do
 
     def slab(self, index: int) -> Slab:
         """Return a slab by its place; those up to it come to be."""
@@ -98,18 +97,31 @@ class Arena:
         raise no_addresses(asked, f"all of the pool's {format_size(self.length)} are taken")
 
     def give_back(self) -> None:
-        """Give the addresses back, but for slabs that are still locked.
+        """Give the addresses back, but for slabs that are still locked. Doing so again goes on after an interrupt.
 
         The driver goes on taking those addresses for the pages that it locked. Whatever came to lie there next would
         be copied to and from these pages, and its own contents would be lost without an error.
         """
+        if self._going is None:
+            self._going = self._unlocked()
+        unmap = pages.unmapping()
+        while self._going:
+            start, size = self._going[-1]
+            del self._going[
+                -1
+            ]  # noted before: others may have the addresses as soon as the call has returned
+            unmap(start, size)
+
+    def _unlocked(self) -> list[tuple[int, int]]:
+        """Return the ranges without slabs that are still locked."""
+        found: list[tuple[int, int]] = []
         start = self.reserved
         for slab in self.slabs:
             if slab.pinned:
                 if slab.address > start:
-                    pages.give_back(start, slab.address - start)
+                    found.append((start, slab.address - start))
                 start = slab.address + SLAB
-        pages.give_back(start, self.reserved + self.length - start)
+        return [*found, (start, self.reserved + self.length - start)]
 
     def free(self, extent: Extent) -> None:
         """Take a piece back, and join it with the gaps beside it."""
@@ -194,16 +206,16 @@ class Extent:
 class Slab:
     """A piece of an arena that is touched, locked and given back as a whole."""
 
-    __slots__ = ("address", "device", "filling", "held", "job", "kept", "leaving", "pinned", "turn", "users")
+    __slots__ = ("address", "device", "dropping", "filling", "held", "job", "kept", "pinned", "users")
 
     def __init__(self, address: int, at: Device) -> None:
         self.address = address
         self.device = at
         self.users = 0
-        self.turn = 0  # counts how often it was taken or given back: which job is the newest
-        self.held = self.kept = self.leaving = self.pinned = False
+        self.held = self.kept = self.pinned = False
         self.job: Job | None = None  # the newest
-        self.filling: Job | None = None  # the one before the newest that gives it back
+        self.dropping: Job | None = None  # the newest that gives it back, until that is done
+        self.filling: Job | None = None  # the one before that
 
     def ready(self) -> None:
         """Wait until there is memory here; raises `OutOfMemoryError` if there was none."""

@@ -15,56 +15,36 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any
 
 from remap import drivers, lifetime
 from remap.drivers.powers import SupportsPinned
-from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
+from remap.errors import ClosedError, CudaResult, InUseError, InvalidValueError, RemapError, driver_error
 from remap.forks import in_child
 from remap.locations import Device, device
 from remap.residency import pages
-from remap.residency.arenas import SLAB, Arena, Extent, Job, PageChoice, Slab, no_memory
+from remap.residency.arenas import SLAB, Arena, Extent, PageChoice, Slab, no_memory
+from remap.residency.jobs import Job, Task, settled, start
+from remap.residency.results import HostPoolFigures
 from remap.sizes import Size, format_size, parse_size, round_up
 
 _WORKERS = min(16, os.cpu_count() or 1)
 
 
-@dataclass(frozen=True, slots=True)
-class HostPoolFigures:
-    """What the pool holds, in bytes.
-
-    `held` is all memory taken from the machine: `used` by backups and staging, and `ready` for the next. `leaving`
-    is being given back in the background, and not counted in `held`. `pinned` of `held` is page-locked. `peak` is
-    the most that was ever held. `notes` say what could not be had: page-locking, for one.
-    """
-
-    held: int
-    used: int
-    ready: int
-    leaving: int
-    pinned: int
-    peak: int
-    limit: int | None
-    prepared: int
-    notes: tuple[str, ...]
-
-
 class HostPool:
-    """Host memory for backups. Made by `remap.host_pool`, one for each process."""
+    """Host memory for backups. Made by `remap.host_pool`, one for each process, and closed with its driver."""
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: Any, limit: int | None = None) -> None:
         self._driver = driver
+        self._closed = False
         self._lock = threading.Lock()
         # One at a time: the driver locks no faster from several threads, and copies would have to wait for all of them.
         self._locking = threading.Lock()
         self._arenas: dict[int, Arena] = {}
-        self._limit: int | None = None
+        self._limit = limit
         self._prepared = 0
         self._held = self._leaving = self._peak = self._used = 0
         self._notes: dict[str, None] = {}
@@ -93,25 +73,28 @@ class HostPool:
         """
         with self._lock:
             self._prepared = 0
-            free = [slab for slab in self._free() if slab.held]
-            for slab in free:
+            for slab in self._free():
                 slab.kept = False
-            self._shed()
+            slabs = self._shed()
         self.wait()
-        return len(free) * SLAB
+        return slabs * SLAB
 
     def wait(self) -> None:
         """Wait until everything is done that is being prepared or given back in the background."""
         with self._lock:
             jobs = [slab.job for arena in self._arenas.values() for slab in arena.slabs if slab.job]
         for job in jobs:
-            _settled(job)
+            settled(job)
 
     def configure(self, limit: Size | None, prepare: Size | None) -> None:
-        """Set what is asked for; what is None stays. Preparing goes on in the background; `wait()` waits for it."""
+        """Set what is asked for; what is None stays. Preparing goes on in the background; `wait()` waits for it.
+
+        Raises `ClosedError` where another thread has changed the driver meanwhile.
+        """
         most = None if limit is None else parse_size(limit, "limit")
         ready = None if prepare is None else parse_size(prepare, "prepare")
         with self._lock:
+            self._check()
             bound = self._limit if most is None else most
             least = self._prepared if ready is None else ready
             if bound is not None and least > bound:
@@ -137,6 +120,7 @@ class HostPool:
         All or none. Raises `OutOfMemoryError` beyond the limit, or where the machine has no more to give.
         """
         with self._lock:
+            self._check()
             arena = self._arena(at)
             extents: list[Extent] = []
             try:
@@ -172,19 +156,43 @@ class HostPool:
                 for slab in extent.slabs:
                     slab.users -= 1
                     slab.kept = keep
-            self._shed()
+            try:
+                self._shed()
+            except RuntimeError as error:  # no thread can be had: it goes with what is given back next
+                self._notes[f"host memory could not be given back yet: {error}"] = None
 
     def close(self) -> None:
-        """Give everything back, and wait for it; nothing uses the pool any more."""
-        self.trim()
+        """Give everything back, addresses too, when what goes on in the background has ended; nothing uses it any more.
+
+        Closing again does what an interrupt has left.
+        """
+        with self._lock:  # who looks after this is refused, and who came before has begun what is waited for
+            self._closed = True
+        self.wait()
         with self._lock:
             for arena in self._arenas.values():
                 for slab in arena.slabs:
                     self._unlock(slab)
                 arena.give_back()
             self._arenas.clear()
+            self._held = self._leaving = self._prepared = 0
+
+    def __repr__(self) -> str:
+        """Return the figures in short; `statistics()` has all of them."""
+        found = self.statistics()
+        told = [f"{format_size(found.held)} held"]
+        told += [f"{format_size(found.used)} used by backups", f"{format_size(found.ready)} ready"]
+        if found.leaving:
+            told.append(f"{format_size(found.leaving)} leaving")
+        told.append("no limit" if found.limit is None else f"limit {format_size(found.limit)}")
+        return f"<remap.HostPool: {', '.join(told)}{', closed' if self._closed else ''}>"
 
     # -- under the lock --
+
+    def _check(self) -> None:
+        if self._closed:
+            rule = "its pool was closed, as another thread has changed the driver"
+            raise ClosedError("host memory for backups", rule=rule, next_step="Call remap.host_pool() again")
 
     def _arena(self, at: Device) -> Arena:
         node = at.properties.numa_node
@@ -220,73 +228,106 @@ class HostPool:
             )
 
     def _commit(self, arena: Arena, slabs: list[Slab], large: bool | None = None) -> None:
-        jobs: list[tuple[Slab, Callable[[], None]]] = []
+        """Get slabs ready in the background; if no thread can be had, or an interrupt comes, they are not held."""
+        fresh: list[tuple[Slab, Job, Job | None]] = []
         for slab in slabs:
-            slab.held, slab.kept = True, False
-            self._held += SLAB
-            before = slab.job
-            if before is not None and slab.leaving and before.cancel():
-                # It had not gone yet, and may still be on its way.
-                slab.leaving, slab.job = False, slab.filling
-                slab.turn -= 1
-                self._leaving -= SLAB
-                continue
-            slab.turn += 1
-            jobs.append((slab, partial(self._fill, arena, slab, before, large, slab.turn)))
-        self._peak = max(self._peak, self._held)
-        _start(jobs, _WORKERS)
+            slab.kept = False
+            if slab.job is not None and slab.job is slab.dropping and slab.job.cancel():
+                self._regain(slab)  # it had not gone yet, and may still be on its way
+            else:
+                fresh.append((slab, Job(), slab.job))
+        tasks: list[Task] = [
+            (job, partial(self._fill, arena, slab, before, large, job)) for slab, job, before in fresh
+        ]
+        try:
+            for slab, job, _ in fresh:
+                slab.job, slab.held = job, True
+                self._held += SLAB
+            self._peak = max(self._peak, self._held)
+            start(tasks, _WORKERS)
+        except BaseException:
+            for slab, job, before in fresh:
+                if job.cancel() and slab.job is job:
+                    slab.job, slab.held = before, False
+                    self._held -= SLAB
+            raise
 
-    def _shed(self) -> None:
-        """Give back what is free, not kept, and beyond what is to be prepared: the highest addresses first."""
+    def _shed(self) -> int:
+        """Give back what is free, not kept, and beyond what is to be prepared: the highest addresses first.
+
+        Returns how many slabs that are.
+        """
+        if self._closed:
+            return 0
+        for slab in self._free():
+            if slab.job is not None and slab.job is slab.dropping and slab.job.cancelled():
+                self._regain(slab)  # an interrupt came into taking it again
         free = [slab for slab in self._free() if slab.held and not slab.kept]
         spare = max(self._held - round_up(self._prepared, SLAB), 0) // SLAB
-        if spare and free:
-            self._release(free[-spare:])
+        going = free[-spare:] if spare else []
+        self._release(going)
+        return len(going)
 
     def _release(self, slabs: list[Slab]) -> None:
-        jobs: list[tuple[Slab, Callable[[], None]]] = []
-        for slab in slabs:
-            slab.held, slab.leaving = False, True
-            self._held -= SLAB
-            self._leaving += SLAB
-            slab.filling = slab.job
-            slab.turn += 1
-            jobs.append((slab, partial(self._drop, slab, slab.job)))
-        _start(jobs, 1)
+        """Give slabs back in the background; if no thread can be had, or an interrupt comes, they stay."""
+        leaving = [(slab, Job()) for slab in slabs]
+        tasks: list[Task] = [(job, partial(self._drop, slab, slab.job, job)) for slab, job in leaving]
+        try:
+            for slab, job in leaving:
+                slab.filling, slab.job, slab.dropping, slab.held = slab.job, job, job, False
+                self._held -= SLAB
+                self._leaving += SLAB
+            start(tasks, 1)
+        except BaseException:
+            for slab, job in leaving:
+                if job.cancel() and slab.job is job:
+                    self._regain(slab)
+            raise
+
+    def _regain(self, slab: Slab) -> None:
+        """Hold a slab again whose giving back was cancelled."""
+        slab.job, slab.dropping, slab.held = slab.filling, None, True
+        self._held += SLAB
+        self._leaving -= SLAB
 
     # -- in the background --
 
-    def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: bool | None, turn: int) -> None:
+    def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: bool | None, job: Job) -> None:
         if before is not None:
-            _settled(before)
+            settled(before)
+        if self._closed or slab.pinned:  # one that could not be unlocked has its pages still
+            return
         large = arena.pages_of(slab, self._choice, large)
-        start = time.perf_counter()
+        begun = time.perf_counter()
         try:
             pages.touch(slab.address, SLAB)
         except OSError as error:
             pages.discard(slab.address, SLAB)
             with self._lock:
-                if slab.turn == turn:  # else it is counted as gone already
+                if slab.job is job:  # else it is counted as gone already
                     slab.held = False
                     self._held -= SLAB
             raise no_memory(SLAB, error) from error
-        if isinstance(self._driver, SupportsPinned) and not slab.pinned:
+        if isinstance(self._driver, SupportsPinned):
             try:
                 with self._locking, arena.device.current():
                     self._driver.register_pinned(slab.address, SLAB)
                 slab.pinned = True
             except RemapError as error:  # slower, but as right
                 self._notes[f"host memory could not be page-locked, so copies are slower: {error}"] = None
-        self._choice.note(large, time.perf_counter() - start)
+        self._choice.note(large, time.perf_counter() - begun)
 
-    def _drop(self, slab: Slab, before: Job | None) -> None:
+    def _drop(self, slab: Slab, before: Job | None, job: Job) -> None:
         if before is not None:
-            _settled(before)
+            settled(before)
+        if self._closed:  # closing gives everything back, and others may have its addresses by now
+            return
         self._unlock(slab)
         if not slab.pinned:  # else the device goes on writing to these very pages, whatever comes to be here
             pages.discard(slab.address, SLAB)
         with self._lock:
-            slab.leaving = False
+            if slab.dropping is job:
+                slab.dropping = None
             self._leaving -= SLAB
 
     def _unlock(self, slab: Slab) -> None:
@@ -308,17 +349,32 @@ class _Pools:
         self.epoch = 0
         self.lock = threading.Lock()
 
+    def of_this_process(self) -> HostPool | None:
+        """Return it; the caller holds the lock."""
+        return self.pool if self.epoch == lifetime.epoch() else None
+
 
 _pools = _Pools()
 
 
 def current_pool(driver: Any) -> HostPool:
-    """Return the pool for a driver, a new one where there is none."""
+    """Return the pool for a driver, a new one where there is none; raises `InUseError` if the driver was left."""
     with _pools.lock:
-        pool = _pools.pool
-        if pool is None or pool._driver is not driver or _pools.epoch != lifetime.epoch():
-            pool = _pools.pool = HostPool(driver)
-            _pools.epoch = lifetime.epoch()
+        pool = _pools.of_this_process()
+        if pool is not None and pool._driver is driver and not pool._closed:
+            return pool
+        limit = None
+        if pool is not None:
+            # An interrupt came into closing it, or somebody asked for it while its driver was being left.
+            pool.close()
+            limit = pool.limit if pool._driver is driver else None
+        pool = _pools.pool = HostPool(driver, limit)
+        _pools.epoch = lifetime.epoch()
+        # Only now: who leaves a driver says so first, and closes then what pool there is.
+        if id(driver) in lifetime.left:
+            _pools.pool = None
+            rule = "another thread has changed the driver, or closed it"
+            raise InUseError("host memory for backups", rule=rule, next_step="Ask again, of the new driver")
         return pool
 
 
@@ -336,28 +392,13 @@ def host_pool(*, limit: Size | None = None, prepare: Size | None = None) -> Host
     return pool
 
 
-def _leave(driver: Any) -> None:
+def _leave(_: Any) -> None:
     """Give the pool back before its driver goes; nothing can use it then."""
     with _pools.lock:
-        pool, _pools.pool = _pools.pool, None
-    if pool is not None and pool._driver is driver and _pools.epoch == lifetime.epoch():
-        pool.close()
-
-
-def _start(jobs: list[tuple[Slab, Callable[[], None]]], workers: int) -> None:
-    """Run jobs in threads that end with the last of them; each slab knows its newest."""
-    if not jobs:
-        return
-    executor = ThreadPoolExecutor(min(workers, len(jobs)), thread_name_prefix="remap-host-memory")
-    for slab, job in jobs:
-        slab.job = executor.submit(job)
-    executor.shutdown(wait=False)
-
-
-def _settled(job: Job) -> None:
-    """Wait for a job, however it ends."""
-    with suppress(CancelledError):
-        job.exception()
+        pool = _pools.of_this_process()
+        if pool is not None:
+            pool.close()
+            _pools.pool = None
 
 
 def _renew() -> None:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def reserve(size: int) -> int:
 def give_back(address: int, size: int) -> None:
     """Give addresses back, with whatever is behind them."""
     _libc().munmap(address, size)
+
+
+def unmapping() -> Callable[[int, int], object]:
+    """Return what gives addresses back, as a call into C: no interrupt comes between a note before it and the call."""
+    call: Callable[[int, int], object] = _libc().munmap
+    return call
 
 
 def open_up(address: int, size: int, node: int) -> None:

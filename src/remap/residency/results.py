@@ -1,4 +1,4 @@
-"""What a move did, as frozen figures."""
+"""What a move did and what the pool holds, as frozen figures."""
 
 from __future__ import annotations
 
@@ -50,3 +50,23 @@ class Moved:
         if self.host:
             told.append(f"{format_size(self.host)} of host memory held")
         return "; ".join((*told, *self.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class HostPoolFigures:
+    """What the pool holds, in bytes.
+
+    `held` is all memory taken from the machine: `used` by backups and staging, and `ready` for the next. `leaving`
+    is being given back in the background, and not counted in `held`. `pinned` of `held` is page-locked. `peak` is
+    the most that was ever held. `notes` say what could not be had: page-locking, for one.
+    """
+
+    held: int
+    used: int
+    ready: int
+    leaving: int
+    pinned: int
+    peak: int
+    limit: int | None
+    prepared: int
+    notes: tuple[str, ...]

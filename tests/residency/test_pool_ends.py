@@ -1,0 +1,285 @@
+"""The pool of host memory as it closes, is interrupted, or gets no thread: nothing is lost or touched late."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import remap
+from remap import MiB, drivers, lifetime, residency
+from remap.errors import ClosedError, InUseError
+from remap.residency import HostPool, hostpool, pages
+from remap.residency.arenas import SLAB
+from remap.residency.jobs import Job
+from remap.testing.bench import wait_until
+from remap.testing.stage import Stage
+
+from .support import SIZE, Pinning, filled, holds, settled
+
+pytest_plugins = ("remap.testing.stage",)
+
+# Where an interrupt meets a generator that is being closed, Python can only print it.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+PLACES = str(Path(residency.__file__).parent)
+
+
+class Interrupted(BaseException):
+    """What the handler of a signal raises."""
+
+
+def interrupted(act: Callable[[], object], nth: int) -> bool:
+    """Do `act`, raise at the `nth` place where the interpreter looks for signals in this room, and tell whether it did.
+
+    It looks where a function of Python begins, and where one of C has returned.
+    """
+    left = nth
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event in {"call", "c_return"} and frame.f_code.co_filename.startswith(PLACES):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise Interrupted
+
+    sys.setprofile(look)
+    try:
+        act()
+    except Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def everywhere(act: Callable[[], object], first: Callable[[], object] = lambda: None) -> Generator[int]:
+    """Do `first`, then `act` interrupted one place later each time, until it ends by itself; yield which place."""
+    for nth in range(1, 1000):
+        first()
+        stopped = interrupted(act, nth)
+        yield nth
+        if not stopped:
+            assert nth > 10, "it was hardly interrupted at all"
+            return
+    pytest.fail("the operation has no end")
+
+
+def addresses() -> int:
+    """Return the bytes of addresses that this process has."""
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize:"))
+
+
+@contextmanager
+def no_threads() -> Generator[None]:
+    """Let no thread be started: each would need a stack for which there are no addresses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = threading.stack_size(256 * MiB)
+    resource.setrlimit(resource.RLIMIT_AS, (addresses() + 64 * MiB, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        threading.stack_size(before)
+
+
+def test_a_closed_pool_refuses(stage: Stage) -> None:
+    """Who got the pool just before its driver was changed is refused, and what comes late touches nothing."""
+    pool = remap.host_pool(prepare=SLAB)
+    pool.wait()
+    (arena,) = pool._arenas.values()
+    slab = arena.slabs[0]
+    remap.use(stage.inner)
+    try:
+        with pytest.raises(ClosedError, match=r"remap\.host_pool\(\) again"):
+            pool.configure(None, SLAB)
+        with pytest.raises(ClosedError):
+            pool.take([SLAB], remap.device(0))
+        assert pool.trim() == pool.statistics().held == 0
+        assert "closed" in repr(pool)
+        assert remap.host_pool() is not pool
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        where = ctypes.c_void_p(slab.address)  # not taken from anybody: MAP_FIXED_NOREPLACE
+        flags = 0x02 | 0x20 | 0x100000
+        got = libc.mmap(where, ctypes.c_size_t(SLAB), 3, flags, -1, ctypes.c_long(0))
+        if got != slab.address:
+            pytest.skip("something else came to lie where the pool was")
+        ctypes.memset(slab.address, 7, SLAB)
+        pool._drop(slab, None, Job())
+        pool._fill(arena, slab, None, None, Job())
+        assert ctypes.string_at(slab.address, SLAB) == bytes([7]) * SLAB
+        pages.give_back(slab.address, SLAB)
+    finally:
+        remap.use(stage.recording)
+
+
+def test_a_pool_that_is_closing_refuses(stage: Stage) -> None:
+    """While closing waits for what goes on in the background, nothing new is begun."""
+    if not hasattr(stage.inner, "register_pinned"):
+        pytest.skip("the driver has no pinned memory, and nothing holds the threads back that touch it")
+    driver = Pinning(drivers.open())
+    remap.use(driver)
+    try:
+        pool = remap.host_pool(prepare=SLAB)
+        closing = threading.Thread(target=drivers.close)
+        closing.start()
+        assert wait_until(lambda: pool._closed)
+        with pytest.raises(ClosedError):
+            pool.configure(None, 2 * SLAB)
+        with pytest.raises(ClosedError):
+            pool.take([SLAB], remap.device(0))
+        driver.let.set()
+        closing.join()
+        figures = pool.statistics()
+        assert (figures.held, figures.leaving, pool._arenas) == (0, 0, {})
+    finally:
+        driver.let.set()
+        remap.use(stage.recording)
+
+
+def test_a_driver_that_is_left_gets_no_pool(stage: Stage) -> None:
+    """Nobody would close it."""
+    remap.use(stage.inner)
+    driver = remap.driver()
+    try:
+        lifetime.leave(driver)
+        with pytest.raises(InUseError, match="another thread has changed the driver"):
+            remap.host_pool()
+        lifetime.enter(driver)
+        assert remap.host_pool() is remap.host_pool()
+    finally:
+        lifetime.enter(driver)
+        remap.use(stage.recording)
+
+
+def test_a_pool_of_another_driver_is_closed(stage: Stage) -> None:
+    """One that a thread asked for while its driver was changed is closed when the next is asked for."""
+    remap.use(stage.inner)
+    try:
+        late = hostpool.current_pool(stage.recording)
+        late.configure(None, SLAB)
+        assert remap.host_pool() is not late
+        assert late.statistics().held == 0
+    finally:
+        remap.use(stage.recording)
+
+
+def test_an_interrupt_as_the_pool_closes(stage: Stage) -> None:
+    """Wherever it comes, the next change of drivers gives all memory and addresses back; the limit stays till then."""
+    remap.use(stage.inner)
+    ways: list[Any] = [stage.inner, stage.recording]
+    pools: list[HostPool] = []
+
+    def prepare() -> None:
+        pools[:] = [remap.host_pool(limit="1GiB", prepare=SLAB)]
+        pools[0].wait()
+
+    before = addresses()
+    for _ in everywhere(lambda: remap.use(ways[1]), prepare):
+        if remap.driver() is ways[0] and hostpool._pools.pool is not None:
+            assert remap.host_pool().limit == 1 << 30
+        remap.use(ways[1])
+        ways.reverse()
+        (pool,) = pools
+        assert hostpool._pools.pool is None
+        assert (pool._arenas, pool.statistics().held) == ({}, 0)
+        assert addresses() - before < 64 * SLAB  # threads take some
+    remap.use(stage.recording)
+
+
+def test_an_interrupt_as_memory_goes(stage: Stage) -> None:
+    """Wherever it comes into a trim, the next one gives everything back."""
+    pool = remap.host_pool()
+
+    def prepare() -> None:
+        remap.host_pool(prepare=SLAB)
+        pool.wait()
+
+    for nth in everywhere(pool.trim, prepare):
+        pool.trim()
+        figures = pool.statistics()
+        assert (figures.held, figures.leaving, figures.pinned) == (0, 0, 0), f"place {nth}"
+
+
+def test_an_interrupt_as_memory_comes(stage: Stage) -> None:
+    """Wherever it comes into preparing, what is held and what is leaving are counted once, and can be had again."""
+    pool = remap.host_pool()
+    for nth in everywhere(lambda: remap.host_pool(prepare=SLAB)):
+        (extent,) = pool.take([SLAB], remap.device(0))
+        extent.ready()
+        pool.give(extent, False)
+        pool.trim()
+        figures = pool.statistics()
+        assert (figures.held, figures.leaving, figures.used) == (0, 0, 0), f"place {nth}"
+
+
+def test_no_thread_can_be_had(stage: Stage) -> None:
+    """Then a pause and a trim fail and change nothing, and what backups give back stays until the next time."""
+    pool = remap.host_pool()
+    pool.trim()
+    with filled(SIZE) as buffers:
+        with no_threads(), pytest.raises(RuntimeError, match="thread"):
+            remap.pause(buffers)
+        assert holds(buffers)
+        assert pool.statistics().held == pool.statistics().leaving == 0
+        (extent,) = pool.take([SLAB], remap.device(0))
+        extent.ready()
+        with no_threads():
+            pool.give(extent, False)
+            figures = pool.statistics()
+            assert (figures.held, figures.ready, figures.leaving) == (SLAB, SLAB, 0)
+            assert any("given back yet" in note for note in figures.notes)
+            with pytest.raises(RuntimeError, match="thread"):
+                pool.trim()
+            assert pool.statistics().held == SLAB
+        assert pool.trim() == SLAB
+        remap.pause(buffers)
+        remap.resume(buffers)
+        assert holds(buffers)
+    assert settled()
+
+
+def test_memory_that_is_still_locked_is_not_discarded(stage: Stage) -> None:
+    """What could not be unlocked keeps its pages, whatever is wrong with them when it is to be used again."""
+    if not hasattr(stage.inner, "register_pinned"):
+        pytest.skip("the driver has no pinned memory")
+    pool = remap.host_pool()
+    pool.trim()
+    (extent,) = pool.take([SLAB], remap.device(0))
+    extent.ready()
+    stage.faulty.fail("unregister_pinned")
+    pool.give(extent, False)
+    pool.wait()
+    ctypes.memset(extent.address, 7, SLAB)
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    where, size = ctypes.c_void_p(extent.address), ctypes.c_size_t(SLAB)
+    assert not libc.mprotect(where, size, 1)  # so that touching it would fail
+    (again,) = pool.take([SLAB], remap.device(0))
+    assert again.address == extent.address
+    again.ready()
+    assert not libc.mprotect(where, size, 3)
+    assert ctypes.string_at(extent.address, SLAB) == bytes([7]) * SLAB
+    pool.give(again, False)
+    assert settled()
+
+
+def test_it_tells_its_figures(stage: Stage) -> None:
+    """Its text has what it holds, for backups and for the next, and its limit."""
+    pool = remap.host_pool(limit="1GiB")
+    pool.trim()
+    with filled(SIZE) as buffers:
+        remap.pause(buffers)
+        assert repr(pool) == "<remap.HostPool: 32 MiB held, 4 MiB used by backups, 0 B ready, limit 1 GiB>"
+        remap.resume(buffers)
+    pool.configure(1 << 60, 0)
