@@ -137,7 +137,11 @@ class Resource:
     def _check(self) -> None:
         """Raise `ClosedError` or `ForkedError` if the object cannot be used."""
         if not self._open:
-            raise ClosedError(f"use of a closed {self.kind}", rule=str(self.describe()))
+            raise ClosedError(
+                f"use of a closed {self.kind}",
+                rule=f"{self.describe()} was closed, by close() or at the end of its with block",
+                next_step="Keep it open for as long as it is used",
+            )
         if self._epoch != _process.epoch:
             raise ForkedError(
                 f"use of a {self.kind} made before a fork",

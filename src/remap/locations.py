@@ -257,9 +257,18 @@ def location(where: LocationLike) -> Location:
 def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[Location, ...]:
     """Return one or several places as distinct locations, in the order given; raises for none or a repeat."""
     if isinstance(where, str | bytes):  # iterable, but no locations are in it
-        raise TypeError(f"{what} is a device, a location or several of them, not {where!r}")
+        number = str(where).rpartition(":")[2]
+        step = (
+            f"Write {what}={number if number.isdecimal() else 0} for that device, remap.Host() for the host"
+        )
+        raise TypeError(f"{what} is a device, a location or several of them, not {where!r}. {step}")
     single = isinstance(where, Device | Location) or not isinstance(where, Iterable)
-    found = tuple(location(place) for place in ((where,) if single else where))  # type: ignore[arg-type,union-attr]
+    named: tuple[Any, ...] = (where,) if single else tuple(where)  # type: ignore[arg-type]
+    if None in named:  # `location` would take it as the default device
+        raise TypeError(
+            f"{what} names devices and locations, and None is neither. Write 0 for the first device"
+        )
+    found = tuple(location(place) for place in named)
     if not found:
         raise InvalidValueError(f"{what} of no location", rule="name at least one device or host location")
     if len(set(found)) != len(found):
@@ -275,6 +284,10 @@ def parse_handle_types(
     if shareable is None:
         return frozenset()
     kinds = (shareable,) if isinstance(shareable, str) else shareable
+    if not isinstance(kinds, Iterable):
+        raise TypeError(
+            f'shareable is "posix_fd", "fabric" or "win32", or several of them, not {shareable!r}'
+        )
     try:
         return frozenset(HandleType(kind) for kind in kinds)
     except ValueError:
@@ -315,7 +328,8 @@ def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Loca
         return error.explain(asked, rule=rule, next_step="Close, pause or trim something there first")
     step = "Ask for less, or spread it over several devices (resident=)"
     if at._driver.name == "host":
-        larger = format_size(1 << (size - 1).bit_length()).replace(" ", "")
+        needed = size + info.total - info.free  # with what is in use there already
+        larger = format_size(1 << (needed - 1).bit_length()).replace(" ", "")
         step = f'Ask for less, or simulate larger devices: remap.use("host", memory="{larger}")'
     rule = f"the whole device has {format_size(info.total)}, and {format_size(info.free)} are free"
     return error.explain(asked, rule=rule, next_step=step)

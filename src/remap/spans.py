@@ -37,7 +37,11 @@ class Span(Range):
         or text such as "4MiB"; the whole by default. Raises `AccessError` if nobody may write. Source:
         cuMemsetD8Async.
         """
-        value = operator.index(value)
+        try:
+            value = operator.index(value)
+        except TypeError:
+            said = f"fill takes a byte, an integer from 0 to 255, not {value!r}"
+            raise TypeError(f"{said}. A typed buffer (remap.DeviceBuffer) is filled with values") from None
         if not 0 <= value <= 255:
             raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
         offset, size = self._part("fill", offset, size)
@@ -87,7 +91,11 @@ class Span(Range):
         """
         import numpy as np
 
-        kind = np.dtype(dtype)
+        try:
+            kind = np.dtype(dtype)
+        except TypeError as error:
+            said = f"to_host takes a dtype of NumPy, such as 'float32', not {dtype!r}"
+            raise TypeError(f"{said}: {error}") from None
         offset = parse_offset(offset)
         if shape is None:
             if not kind.itemsize:
@@ -112,8 +120,9 @@ class Span(Range):
     ) -> None:
         """Copy bytes of another span into this one, on whatever devices either lies.
 
-        Waits until it is done, unless `stream` is given. The device that copies must be able to write here and read
-        there. Source: cuMemcpyDtoDAsync.
+        Without `size`, all that the source has from `source_offset` on, which must fit in here from `offset` on. Waits
+        until it is done, unless `stream` is given. The device that copies must be able to write here and read there.
+        Raises `InvalidValueError` if it does not fit. Source: cuMemcpyDtoDAsync.
         """
         if not isinstance(source, Span):
             raise TypeError(
@@ -121,8 +130,14 @@ class Span(Range):
                 "arrays, and array().copy_from the arrays of other libraries"
             )
         if size is None:
-            left = source.size - parse_offset(source_offset, "source_offset")
-            size = min(self._size - parse_offset(offset), left)
+            size = source.size - parse_offset(source_offset, "source_offset")
+            room = self._size - parse_offset(offset)
+            if size > room:
+                raise InvalidValueError(
+                    f"copy_from of the {format_size(size)} of {source.describe()}",
+                    rule=f"they do not fit into {self.describe()}, which has {max(room, 0)} bytes from there on",
+                    next_step="Pass size= to copy a part of them",
+                )
         offset, size = self._part("copy_from", offset, size)
         source_offset, _ = source._part("copy_from", source_offset, size)
         parts = {"part": (offset, size), "source_part": (source_offset, size)}
@@ -165,6 +180,9 @@ class Span(Range):
             raise InvalidValueError(
                 f"{asked} of {format_size(size)} from offset {offset}",
                 rule=f"the {self.kind} has {format_size(self._size)} ({self._size} bytes)",
+                next_step=f"Pass at most {self._reach - offset} bytes from there on"
+                if 0 <= offset < self._reach
+                else "Pass an offset inside of it",
             )
         return offset, size
 

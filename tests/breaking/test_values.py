@@ -74,6 +74,23 @@ def test_copy_from_takes_spans_only(source: Any) -> None:
         buffer.copy_from(source)
 
 
+def test_copy_from_cuts_nothing_off() -> None:
+    """Without a size all of the source is copied, or nothing: what does not fit is refused, naming size=."""
+    with remap.allocate(2 * SIZE) as large, remap.allocate(SIZE) as small:
+        large.fill(1)
+        small.fill(2)
+        for part in ({}, {"source_offset": SIZE + 1, "offset": SIZE}, {"offset": 2 * SIZE}):
+            with pytest.raises(remap.InvalidValueError, match=r"do not fit into buffer.*size="):
+                small.copy_from(large, **part)
+        assert (small.to_host() == 2).all()
+        small.copy_from(large, source_offset=SIZE)
+        assert (small.to_host() == 1).all()
+        large.fill(3)
+        small.copy_from(large, size=SIZE // 2)
+        large.copy_from(small, offset=SIZE)  # what is smaller leaves the rest as it is
+        assert large.to_host()[:: SIZE // 2].tolist() == [3, 3, 3, 1]
+
+
 @pytest.mark.parametrize("dtype", ["S0", "V0", []])
 def test_elements_of_no_size(dtype: Any) -> None:
     """How many elements without bytes fit is no question; it was a division by zero."""
@@ -139,3 +156,52 @@ def test_a_mapping_at_an_unaligned_offset() -> None:
         with pytest.raises(remap.AlignmentError, match=f"{2 * MiB} or {4 * MiB}"):
             addresses.map(memory, offset=3 * MiB)
         assert not addresses.mappings
+
+
+SAID: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "fill": (lambda: remap.allocate(SIZE).fill(1.5), TypeError, "0 to 255, not 1.5.*DeviceBuffer"),  # type: ignore[arg-type]
+    "dtype": (lambda: remap.allocate(SIZE).to_host("floaty"), TypeError, "such as 'float32', not 'floaty'"),
+    "too much": (
+        lambda: remap.allocate(SIZE).copy_from_host(bytes(SIZE + 1)),
+        remap.InvalidValueError,
+        f"Pass at most {SIZE} bytes from there on",
+    ),
+    "outside": (
+        lambda: remap.allocate(SIZE).fill(1, offset=SIZE + 1, size=1),
+        ValueError,
+        "offset inside of it",
+    ),
+    "shareable": (lambda: remap.allocate(SIZE, shareable=True), TypeError, '"posix_fd", .*not True'),  # type: ignore[arg-type]
+    "framework": (lambda: remap.allocate(SIZE, resident="cuda:1"), TypeError, "Write resident=1 "),  # type: ignore[arg-type]
+    "word": (lambda: remap.allocate(SIZE, accessing="cpu"), TypeError, r"remap\.Host\(\) for the host"),  # type: ignore[arg-type]
+    "none": (lambda: remap.allocate(SIZE, resident=[None]), TypeError, "None is neither"),  # type: ignore[list-item]
+    "two places": (lambda: remap.allocate(SIZE, device=0, resident=0), ValueError, "give one"),
+    "a box of a number": (lambda: remap.DeviceBox(3.0), TypeError, r"Call DeviceBox\.from_host"),  # type: ignore[arg-type]
+    "a size for a shape": (lambda: remap.managed("4MiB"), TypeError, "number of elements.*dtype='uint8'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_mistake_is_told_with_its_cure(name: str) -> None:
+    """What is no number, type, place or shape is refused in words that say what to write."""
+    act, kind, words = SAID[name]
+    with pytest.raises(kind, match=words):
+        act()
+    remap.collect()
+
+
+def test_a_device_for_one_place() -> None:
+    """`device=` is short for `resident=` with one place, as elsewhere."""
+    last = remap.devices()[-1]
+    with remap.allocate(SIZE, device=last) as buffer, remap.allocate(SIZE, device=last.index) as other:
+        assert buffer.resident == other.resident == (last.location,)
+        assert buffer.accessing == (last,)
+
+
+def test_a_closed_object_says_so() -> None:
+    """Use after closing says which object, and how it came."""
+    buffer = remap.allocate(SIZE)
+    buffer.close()
+    with pytest.raises(remap.ClosedError, match=r"buffer \d+ of .* was closed, by close\(\) or .*with block"):
+        buffer.fill(1)

@@ -83,6 +83,28 @@ def test_shrinking_gives_back_what_was_mapped_ahead(stage: Stage) -> None:
     assert stage.unchanged(stage.seen())
 
 
+def test_what_is_mapped_ahead_is_counted_and_named(stage: Stage) -> None:
+    """Footprint, snapshots and leaks count what waits, as the device does, and say that it is mapped ahead."""
+    del stage
+    memory, here = remap.device(0).memory, remap.device(0).location
+    known, before = remap.leaks(), memory().free
+    with remap.ElasticBuffer("256MiB", device=0, ahead=16 * MiB, chunk=2 * MiB) as buffer:
+        buffer.resize(1)
+        buffer.commit(100 * MiB, 102 * MiB)
+        assert wait_until(lambda: waiting(buffer) == 16 * MiB)
+        assert before - memory().free == 20 * MiB
+        assert buffer.footprint() == remap.footprint(buffer) == {here: 20 * MiB}
+        assert remap.leaks(known).footprint == {here: 20 * MiB}
+        item = remap.snapshot().find(buffer.serial)
+        assert item is not None
+        assert item.held == 20 * MiB
+        assert [piece.address for piece in item.pieces] == sorted(piece.address or 0 for piece in item.pieces)
+        assert item.detail == "capacity 256 MiB, 2 chunks, 16 MiB mapped ahead"
+        remap.pause(buffer)
+        assert buffer.footprint() == {}
+        assert "ahead" not in str(buffer.describe())
+
+
 def test_whoever_needs_memory_gets_what_waits(stage: Stage) -> None:
     """A request that finds no memory takes back what was mapped ahead; the thread never takes from others."""
     if stage.inner.name == "cuda":

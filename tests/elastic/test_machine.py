@@ -211,7 +211,11 @@ class ElasticMachine(RuleBasedStateMachine):
                 assert (found.base, found.size) == (chunk.address, chunk.size)
                 right = self.stage.inner.get_access(chunk.address, remap.device(0).location)
                 assert (right is Access.READ) == (not twin.writable(start, start + size))
-            assert buffer.footprint() == ({chunks[0].location: int(covered.sum())} if chunks else {})
+            counted = buffer.footprint().get(remap.device(0).location, 0)
+            if self.ahead:  # whose chunks count, too, and whose thread may be at work
+                assert counted >= covered.sum()
+            else:
+                assert counted == covered.sum()
 
     @invariant()
     def memory_is_counted_once(self) -> None:

@@ -62,6 +62,11 @@ class Ahead:
         """How many bytes are mapped and wait to be taken."""
         return self._bytes
 
+    @property
+    def ready(self) -> tuple[Chunk, ...]:
+        """The chunks that wait to be taken, as they are at this moment; takes no lock."""
+        return tuple(self._ready)
+
     def take(self, front: int, stop: int) -> list[Chunk]:
         """Return the chunks from offset `front` on that begin before `stop`, and hold the thread back.
 

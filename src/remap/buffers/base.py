@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from remap import drivers
-from remap.buffers.placement import Placement, place
+from remap.buffers.placement import Placement, one_place, place
 from remap.buffers.registrations import Registration
 from remap.errors import InUseError, OutOfMemoryError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
@@ -111,9 +111,13 @@ class Buffer(Span):
         """Return the physical bytes behind this buffer by location; none while it is paused."""
         self._check()
         total: dict[Location, int] = {}
-        for chunk in () if self._paused else self._chunks:
+        for chunk in self._backing():
             total[chunk.location] = total.get(chunk.location, 0) + chunk.size
         return total
+
+    def _backing(self) -> Sequence[Chunk]:
+        """Return every chunk that takes memory for this buffer, in address order; takes no lock."""
+        return () if self._paused else tuple(self._chunks)
 
     def outcome(self) -> AllocationProperties:
         """Return the properties of the first chunk as given and not as asked for. Asks the driver."""
@@ -195,7 +199,7 @@ class Buffer(Span):
 
     def _held(self) -> tuple[Held, ...]:
         rights = tuple(self._rights.items())
-        return tuple(Held(*chunk, None, rights) for chunk in tuple(self._chunks))
+        return tuple(Held(*chunk, None, rights) for chunk in self._backing())
 
     def _begin_close(self) -> Release | None:
         release = super()._begin_close()
@@ -227,6 +231,7 @@ class Buffer(Span):
 def allocate(
     size: Size,
     *,
+    device: LocationLike | None = None,
     resident: LocationLike | Iterable[LocationLike] | None = None,
     accessing: LocationLike | Iterable[LocationLike] | None = None,
     access: Access | str = Access.READ_WRITE,
@@ -239,10 +244,10 @@ def allocate(
     """Allocate a buffer of at least `size` bytes, in equal stripes over the resident locations in the order given.
 
     The size is rounded up to a multiple of locations × granularity; read it back from `.size`. `resident` defaults
-    to the fastest device, `accessing` to the resident locations; they get `access` ("rw" by default) and nobody
-    else gets any. `alignment` is a power of two. `shareable` fixes now which handles the buffer can be exported as;
-    `compressible` is a request whose outcome `.outcome()` reads back. The contents are undefined; `poison=True`
-    fills them with 0xCB, to make mistakes visible.
+    to the fastest device (`device=` is short for one place), `accessing` to the resident locations; they get `access`
+    ("rw" by default) and nobody else gets any. `alignment` is a power of two. `shareable` fixes now which handles the
+    buffer can be exported as; `compressible` is a request whose outcome `.outcome()` reads back. The contents are
+    undefined; `poison=True` fills them with 0xCB, to make mistakes visible.
 
     Raises `OutOfMemoryError`, `OutOfAddressSpaceError`, `AccessError` where an accessing device cannot reach a
     resident one, `NotSupportedError`. A failure leaves nothing behind. Source: cuMemAddressReserve, cuMemCreate,
@@ -252,7 +257,8 @@ def allocate(
     if queued:
         drain()
     number = parse_size(size)
-    placement = place(driver, resident, accessing, access, shareable, compressible, rdma)
+    where = resident if device is None else one_place("a buffer", device, resident)
+    placement = place(driver, where, accessing, access, shareable, compressible, rdma)
     stripe = round_up(-(-number // len(placement.properties)), placement.granule)
     try:
         buffer = Buffer(driver, placement, stripe, parse_alignment(alignment) if alignment is not None else 0)

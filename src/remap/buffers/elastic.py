@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 from remap import drivers
 from remap.buffers.base import POISON
 from remap.buffers.growth import Change, GrowingBuffer
-from remap.buffers.placement import place
+from remap.buffers.placement import one_place, place
 from remap.buffers.shares import alias, read_only, separate, waited_for
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike, parse_chunk
@@ -44,7 +44,8 @@ class ElasticBuffer(GrowingBuffer):
 
     Growing waits for nothing and disturbs nobody: other threads, and work in flight, go on using what is committed.
     Giving back waits as `close` does, and takes `after=`. With `ahead=` bytes, a thread keeps that much memory mapped
-    behind the end, so that growing by less only counts; it never takes what another request needs.
+    behind the end, so that growing by less only counts; it never takes what another request needs. `footprint()` and
+    snapshots count it.
 
     Memory that is given back goes to the `ChunkPool` in `pool=`, or to the one that `remap.chunk_pool` made for its
     location, as far as that keeps it, else to the driver. Source: cuMemAddressReserve, cuMemCreate, cuMemMap.
@@ -72,13 +73,8 @@ class ElasticBuffer(GrowingBuffer):
         driver = drivers.current()
         if queued:
             drain()
-        if device is not None and resident is not None:
-            raise InvalidValueError(
-                "an elastic buffer with device= and resident=", rule="both say where it lies: give one"
-            )
-        placement = place(
-            driver, resident if device is None else device, accessing, access, shareable, compressible, rdma
-        )
+        where = one_place("an elastic buffer", device, resident)
+        placement = place(driver, where, accessing, access, shareable, compressible, rdma)
         granule = placement.granule
         if pool is not None:
             pool._check()
@@ -406,6 +402,8 @@ class ElasticBuffer(GrowingBuffer):
     def describe(self) -> Description:
         """Return what this buffer is."""
         detail = f"capacity {format_size(self.capacity)}, {counted(len(self._chunks), 'chunk')}"
+        if self._ahead is not None and self._ahead.bytes:
+            detail += f", {format_size(self._ahead.bytes)} mapped ahead"
         if self._paused:
             detail += f", paused ({self._paused})"
         return Description(self.kind, self.serial, self._size, self._address, detail)

@@ -106,6 +106,10 @@ class GrowingBuffer(ChangingBuffer):
             if ahead:
                 self._ahead = Ahead(self._supply, self._address, ahead, sizes, self._places, self._granted)
 
+    def _backing(self) -> Sequence[Chunk]:
+        found = super()._backing()
+        return found if self._ahead is None else sorted([*found, *self._ahead.ready])
+
     def _held(self) -> tuple[Held, ...]:
         shares, granted = self._shares, tuple(self._granted)
         lowered = tuple(read_only(granted))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from remap.errors import AccessError, DriverError
+from remap.errors import AccessError, DriverError, InvalidValueError
 from remap.locations import LocationLike, device, devices, locations, parse_handle_types
 from remap.types import Access, AllocationProperties, Grants, HandleType, Host, HostNuma, Location
 
@@ -63,6 +63,17 @@ def place(
     if found is None:
         found = known[key] = _place(driver, *key)
     return found
+
+
+def one_place(
+    what: str, device: LocationLike | None, resident: LocationLike | Iterable[LocationLike] | None
+) -> LocationLike | Iterable[LocationLike] | None:
+    """Return what `device=`, the short word for one place, and `resident=` name; raises where both are given."""
+    if device is None:
+        return resident
+    if resident is not None:
+        raise InvalidValueError(f"{what} with device= and resident=", rule="both say where it lies: give one")
+    return locations((device,), "device")
 
 
 def _hashable(part: Any) -> Any:

@@ -208,7 +208,7 @@ def footprint(buffers: Buffer | Iterable[Buffer]) -> dict[Location, int]:
     for buffer in dict.fromkeys((buffers,) if isinstance(buffers, Buffer) else buffers):
         buffer._check()
         shares: dict[int, Share] = getattr(buffer, "_shares", {})
-        for chunk in () if buffer._paused else buffer._chunks:
+        for chunk in buffer._backing():
             share = shares.get(chunk.address)
             if share is None or share not in seen:
                 total[chunk.location] = total.get(chunk.location, 0) + chunk.size

@@ -166,7 +166,15 @@ class OwnedMemory(TypedMemory):
 
     __slots__ = ("_owned",)
 
-    def __init__(self, owner: Span, dtype: Any, shape: tuple[int, ...], owned: bool = True) -> None:
+    def __init__(
+        self, owner: Span, dtype: Any = None, shape: tuple[int, ...] = (), owned: bool = True
+    ) -> None:
+        if not isinstance(owner, Span):  # pyright: ignore[reportUnnecessaryIsInstance]
+            name = type(self).__name__
+            step = f"remap.{name.lower()}(shape)"
+            if hasattr(self, "from_host"):
+                step = f"{name}.from_host(values), {name}.zeroed(shape) or {name}.empty(shape)"
+            raise TypeError(f"{name} is not made of {owner!r} by its name alone. Call {step}")
         super().__init__(owner, dtype, shape, 0)
         self._owned = owned
 
@@ -208,7 +216,12 @@ class OwnedMemory(TypedMemory):
 
 def extent(shape: Shape, dtype: DTypeLike) -> tuple[tuple[int, ...], Any, int]:
     """Return a shape, a type and the bytes that they take, checked; raises `InvalidValueError`, `OverflowError`."""
-    kind, extents = check_type(dtype), check_shape(shape)
+    kind = check_type(dtype)
+    try:
+        extents = check_shape(shape)
+    except TypeError:
+        said = f"a shape is a number of elements, or one for each axis, not {shape!r}"
+        raise TypeError(f"{said}. For bytes, pass their number and dtype='uint8'") from None
     return extents, kind, check_extent(extents, kind.itemsize)
 
 
