@@ -344,3 +344,22 @@ def test_a_fork_closes_its_copies(tmp_path: Path) -> None:
         assert all(os.path.exists(f"/proc/self/fd/{number}") for number in numbers)
         theirs.close()
     listener.close()
+
+
+OUTLIVES_ITS_MODULE = """
+import abc, os
+from remap.sharing.channel import Fds
+abc.kept = Fds([os.open("/dev/null", os.O_RDONLY)])  # a module that loses its names later than those of remap do
+"""
+
+
+def test_the_end_of_the_interpreter_is_silent() -> None:
+    """Descriptors collected when modules have lost their names say nothing: they end with the process."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", OUTLIVES_ITS_MODULE],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.stdout, done.stderr) == ("", "")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +188,42 @@ def test_nobody_is_left_behind_in_good_order() -> None:
         assert child.hear() == "closed"
         child.end()
     assert not list(private_directory().glob(f"lease-{child.process.pid}-*"))
+
+
+NEVER_CLOSED = """
+import multiprocessing
+import remap
+
+def child(link):
+    remap.open(link.recv())
+    link.send("opened")
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=child, args=(theirs,))
+    process.start()
+    with remap.allocate("4MiB", shareable="posix_fd") as buffer:
+        ours.send(remap.export(buffer))
+        print(ours.recv())
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_what_a_child_never_closed(tmp_path: Path) -> None:
+    """A process that ends with imported memory open, or collected and not given back yet, ends without a word."""
+    program = tmp_path / "never_closed.py"
+    program.write_text(NEVER_CLOSED)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT,
+        env=os.environ,
+    )
+    assert (done.stdout, done.stderr) == ("opened\n0\n", "")
 
 
 # -- fork --

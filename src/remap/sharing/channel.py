@@ -17,9 +17,10 @@ import os
 import select
 import socket
 import struct
+import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self
 
@@ -87,9 +88,13 @@ class Fds:
         """Return how many there are."""
         return len(self._numbers)
 
-    def __del__(self) -> None:
-        """Close what is still open: that takes no lock and waits for nothing."""
-        self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Close what is still open: that takes no lock and waits for nothing.
+
+        Not when the interpreter ends: the process's descriptors end with it, and names of modules may be gone.
+        """
+        if not ending():
+            self.close()
 
     def __enter__(self) -> Self:
         """Return itself."""
