@@ -209,7 +209,7 @@ class Broker:
             raise InUseError(
                 f'a new buffer "{name}"',
                 rule="there is one of that name",
-                next_step="Drop it first, or use another name",
+                next_step="Open it, as another process may have been sooner; or drop it first, or use another name",
             )
         else:
             if len(self._buffers) >= MOST_BUFFERS:
@@ -369,11 +369,15 @@ class Broker:
         self._waiting.discard(client)
         if waiting is None:
             return
-        exists = waiting.name in self._buffers
-        error = InUseError(
-            f'buffer "{waiting.name}"',
-            rule="others had it open all the time" if exists else "nobody has created it in time",
-        )
+        kind: type[RemapError]
+        kind, rule, step = ShareError, "nobody has created it in time", "Create it first, or wait longer"
+        if waiting.name in self._buffers:
+            kind, rule, step = (
+                InUseError,
+                "others had it open all the time",
+                "Let them close it, or wait longer",
+            )
+        error = kind(f'buffer "{waiting.name}"', rule=rule, next_step=step)
         try:
             client.channel.send(encode(error_fields(error)), deadline=None)
         except OSError:

@@ -74,7 +74,8 @@ class BrokerClient:
         """Create a buffer of at least `size` bytes, keep it in the broker as `name`, and open it for writing.
 
         `options` are those of `remap.allocate`; it is shareable by descriptors. Readers can open it when it is closed
-        here. Raises `InUseError` if there is one of that name. A failure leaves nothing behind.
+        here. A process that is killed meanwhile leaves it half written; `put` keeps what is complete. Raises
+        `InUseError` if there is one of that name. A failure leaves nothing behind.
         """
         check_name(name)
         options["shareable"] = HandleType.POSIX_FD
@@ -109,7 +110,8 @@ class BrokerClient:
     def put(self, name: str, memory: Span, *, offset: int = 0, size: int | None = None) -> None:
         """Keep a buffer, or a part of one, in the broker as `name`. It stays usable here, which the broker knows not.
 
-        Raises `InUseError` if there is one of that name, and what `remap.export` raises.
+        Others see all of it or nothing, whatever dies; of several that bring a name at once, one succeeds. Raises
+        `InUseError` if there is one of that name, which can be opened instead, and what `remap.export` raises.
         """
         check_name(name)
         with export(memory, offset=offset, size=size, handle=HandleType.POSIX_FD) as exported:
@@ -172,8 +174,8 @@ class BrokerClient:
     def wait(self, name: str, *, access: Access | str = Access.NONE, timeout: float = PATIENCE) -> None:
         """Wait until a buffer exists and, if `access` is "r" or "rw", can be opened so.
 
-        Another process may be faster at opening it then; `open(wait=…)` tries again. Raises `InUseError` after
-        `timeout` seconds.
+        Another process may be faster at opening it then; `open(wait=…)` tries again. After `timeout` seconds it raises
+        `ShareError` if there is none, and `InUseError` if others have it open.
         """
         right = str(Access.parse(access))
         fields: dict[str, Any] = {"op": "wait", "name": check_name(name), "access": right}
