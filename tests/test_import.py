@@ -52,13 +52,47 @@ def test_import_opens_no_driver() -> None:
 
 
 def test_modules_that_go_by_a_short_name() -> None:
-    """`import remap.torch` and the attribute are one module; without torch, either is an ImportError with the cure."""
+    """`import remap.torch` and the attribute are one module."""
     script = (
         "import remap\ntry:\n  import remap.torch as a\n"
         "except ImportError as e: print(e)\nelse: print(a is remap.torch)"
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout == "True\n" or "pip install" in done.stdout
+    assert done.stdout == "True\n" or "pip install torch" in done.stdout
+
+
+WITHOUT_TORCH = """
+import inspect, pydoc, sys
+sys.modules["torch"] = None  # nobody can import it now
+import remap
+assert not hasattr(remap, "torch")
+found = dict(inspect.getmembers(remap))
+assert "allocate" in found and "torch" not in found
+assert "ElasticBuffer" in pydoc.render_doc(remap)
+try:
+    import remap.torch
+except ImportError as error:
+    print(error)
+try:
+    from remap import torch
+except ImportError as error:
+    print(error)
+try:
+    remap.torch
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_looking_around_without_torch() -> None:
+    """Help and `hasattr` work without torch; imports are an ImportError, and the attribute an AttributeError."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT_TORCH], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout.splitlines()
+    assert said == said[:1] * 3
+    assert re.search("needs torch, which cannot be imported .*pip install torch numba", said[0])
 
 
 @pytest.mark.parametrize(

@@ -302,8 +302,12 @@ def __getattr__(name: str) -> Any:
         except PackageNotFoundError:  # run from a source tree that was not installed
             return "unknown"
     if name in _MODULES:
-        with _loading():
-            return importlib.import_module(f"remap.{_MODULES[name]}")
+        try:
+            with _loading():
+                return importlib.import_module(f"remap.{_MODULES[name]}")
+        except ImportError as error:
+            # Whoever looks around (help, hasattr, inspect) catches this; `import` says the first.
+            raise AttributeError(str(error)) from error
     try:
         module, there = _NAMES[name]
     except KeyError:

@@ -25,8 +25,9 @@ def missing(package: str, what: str, why: object) -> MissingPackageError:
 
 
 _WHEELS = {
-    "torch": "'remap[torch]'",
-    "numba": "'remap[torch]'",
+    # Not 'remap[torch]': remap may come from a checkout, and pip would look for it elsewhere.
+    "torch": "torch numba (or install remap with its extra torch)",
+    "numba": "numba (or install remap with its extra torch)",
     "cupy": "cupy-cuda13x (or cupy-cuda12x, to match the driver)",
     "numba.cuda": "'numba-cuda[cu13]' (or cu12, to match the driver)",
     "torch_memory_saver": "torch_memory_saver",
