@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -105,6 +108,87 @@ def test_tensors_keep_the_memory(machine: Any) -> None:
     gc.collect()
     remap.collect()
     assert float(part.sum()) == 32
+
+
+@pytest.mark.parametrize("rows", [1001, 1020, 1 << 60, -1])
+def test_rows_beyond_its_capacity(machine: Any, rows: int) -> None:
+    """Refused in rows, also where the memory, which comes in whole granules, would have room for a few more."""
+    with machine.ElasticTensor(1000, 8, 64, rows=4) as cache:
+        said = f"to {rows} rows: it may have 0 to 1000, its capacity"
+        with pytest.raises(remap.InvalidValueError, match=said):
+            cache.resize(rows)
+        assert (len(cache), cache.shape, len(cache.tensor)) == (4, (4, 8, 64), 4)
+        cache.resize(1000)
+        assert len(cache.tensor) == 1000
+    with pytest.raises(remap.InvalidValueError, match=said):
+        machine.ElasticTensor(1000, 8, 64, rows=rows)
+
+
+def test_more_rows_than_there_is_memory(torch: Any, machine: Any) -> None:
+    """Rows that it is to begin with and that do not fit are an `OutOfMemoryError`, and nothing is left."""
+    before = remap.device(0).memory()
+    rows = 2 * before.total // MiB
+    with pytest.raises(remap.OutOfMemoryError):
+        machine.ElasticTensor(rows, MiB, dtype=torch.uint8, rows=rows)
+    assert remap.device(0).memory().free >= before.free - (0 if remap.driver().name == "host" else 16 * MiB)
+
+
+def test_types(torch: Any, machine: Any) -> None:
+    """What torch takes for a type is taken, and all else is a TypeError that says what is meant."""
+    for given, meant in ((None, torch.float32), (float, torch.float64), (torch.int8, torch.int8)):
+        with machine.ElasticTensor(10, 4, dtype=given, rows=1) as cache:
+            assert cache.dtype == cache.tensor.dtype == meant
+    users: Any = [0, remap.Host()] if remap.driver().name == "host" else [0]
+    with remap.allocate(2 * MiB, resident=0, accessing=users) as buffer:
+        assert machine.tensor(buffer, int, 4).dtype == torch.int64
+        for wrong in ("float32", 4):
+            with pytest.raises(TypeError, match=rf"dtype {wrong!r}: torch takes .*torch\.float32"):
+                machine.ElasticTensor(10, 4, dtype=wrong)
+            with pytest.raises(TypeError, match=rf"dtype {wrong!r}: torch takes .*torch\.float32"):
+                machine.tensor(buffer, wrong, 4)
+        gc.collect()
+
+
+ASLEEP = """
+import resource
+import remap
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+remap.use("host", coherent=True, integrated=False)
+with remap.torch.pool("weights"):
+    weights = remap.torch.empty(1024).zero_()
+remap.torch.sleep("weights")
+weights.sum()
+"""
+
+
+def test_use_of_a_sleeping_tensor(torch: Any) -> None:
+    """On the host driver it ends the process as any unmapped memory does, and faulthandler shows where."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about CPU torch")
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", ASLEEP], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr
+    assert 'File "<string>", line 9' in done.stderr
+
+
+def test_a_pool_that_holds_nothing(machine: Any) -> None:
+    """It sleeps as others do, with no buffers, and can be entered again when it was woken."""
+    with machine.pool("empty"):
+        pass
+    assert machine.sleep("empty").buffers == 0
+    with pytest.raises(remap.PausedError), machine.pool("empty"):
+        pass
+    machine.wake("empty")
+    with machine.pool("empty"):
+        pass
+
+
+def test_completion_shows_what_is_public(machine: Any) -> None:
+    """`dir` of the module lists its public names, and no module or name that it merely imports."""
+    assert sorted(dir(machine)) == sorted(machine.__all__)
 
 
 @pytest.mark.parametrize("row", [(0,), (3, 0)])

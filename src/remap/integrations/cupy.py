@@ -71,5 +71,5 @@ def allocator(tag: str, **options: Any) -> Generator[Any]:
 def array(
     buffer: Span, dtype: Any = "uint8", shape: int | Sequence[int] | None = None, *, offset: int = 0
 ) -> Any:
-    """Return memory of a buffer as a CuPy array, without a copy. It keeps the buffer alive and open (trap 26)."""
+    """Return memory of a buffer as a CuPy array, without a copy. It keeps the buffer alive and open."""
     return cupy.asarray(buffer.array(dtype, shape, offset=offset))

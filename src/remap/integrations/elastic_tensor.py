@@ -12,7 +12,7 @@ from remap.buffers.growth import Change
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike
 from remap.errors import ClosedError, InUseError, InvalidValueError
-from remap.integrations.tensors import Bytes, Tensor, device_number, shaped, size_of, tensor_at, torch
+from remap.integrations.tensors import Bytes, Tensor, device_number, shaped, size_of, tensor_at, type_of
 from remap.locations import DeviceLike
 from remap.locations import device as device_called
 from remap.sizes import Size
@@ -44,7 +44,7 @@ class ElasticTensor:
         pool: ChunkPool | None = None,
         poison: bool = False,
     ) -> None:
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.dtype = type_of(dtype)
         self.row = tuple(row)
         self.capacity = capacity
         self.row_bytes = size_of(self.dtype, self.row)
@@ -73,6 +73,7 @@ class ElasticTensor:
         holder = Bytes(self.buffer._address, whole, self.buffer)
         self._holder = weakref.ref(holder)
         self._whole: Tensor = shaped(tensor_at(driver, at.index, holder), self.dtype, (capacity, *self.row))
+        del holder  # or it would count as a tensor where what follows fails
         self.buffer._uses.escaped = True
         self._rows = 0
         if rows:
@@ -134,8 +135,15 @@ class ElasticTensor:
     def resize(self, rows: int, *, after: After = Known.STREAMS) -> Change:
         """Let there be `rows` rows, and say how many bytes were mapped and given back; nothing is copied.
 
-        Growing waits for nothing. Shrinking waits, as `ElasticBuffer.resize` does, and raises as it does.
+        Growing waits for nothing. Shrinking waits, as `ElasticBuffer.resize` does. Raises `InvalidValueError` beyond
+        the capacity, and what `ElasticBuffer.resize` raises; the rows are as they were then.
         """
+        if not 0 <= rows <= self.capacity:  # the buffer's own limit is rounded up to whole granules
+            raise InvalidValueError(
+                f"resize of an ElasticTensor to {rows} rows",
+                rule=f"it may have 0 to {self.capacity}, its capacity",
+                next_step="Where more may be needed, make it with a larger capacity: that costs addresses only",
+            )
         change = self.buffer.resize(rows * self.row_bytes, after=after)
         self._rows = rows
         return change
@@ -155,7 +163,7 @@ class ElasticTensor:
     def close(self, *, after: After = Known.STREAMS) -> None:
         """Give the memory back. Closing again does nothing.
 
-        Waits for the device. Raises `InUseError`, and stays open, while a tensor taken from it lives (trap 26).
+        Waits for the device. Raises `InUseError`, and stays open, while a tensor taken from it lives.
         """
         if self.buffer.closed:
             return

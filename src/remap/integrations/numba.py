@@ -55,7 +55,7 @@ def memory_manager(tag: str, **options: Any) -> type[Any]:
             )
 
         def get_ipc_handle(self, memory: Any) -> Any:
-            """Refuse: legacy IPC handles do not exist for mapped memory (trap 32)."""
+            """Refuse: legacy IPC handles do not exist for mapped memory."""
             raise NotImplementedError("remap's memory has no legacy IPC handles: use remap.export(buffer)")
 
         def get_memory_info(self) -> Any:
@@ -69,7 +69,7 @@ def memory_manager(tag: str, **options: Any) -> type[Any]:
 def array(
     buffer: Span, dtype: Any = "uint8", shape: int | Sequence[int] | None = None, *, offset: int = 0
 ) -> Any:
-    """Return memory of a buffer as a Numba array, without a copy. It keeps the buffer alive and open (trap 26)."""
+    """Return memory of a buffer as a Numba array, without a copy. It keeps the buffer alive and open."""
     return cuda.as_cuda_array(buffer.array(dtype, shape, offset=offset))
 
 

@@ -43,7 +43,8 @@ def sleep(
     First torch gives back what it caches, in the pools too, so that it cannot hand out memory that is not there; then
     `remap.pause` copies and unmaps the rest, with every other buffer of a group with that tag (ElasticTensors, say).
     `keep` and the other options are its own. Tensors, pointers and captured graphs stay valid for the time after
-    `wake`, and must not be used before. What is deleted meanwhile goes at the next call of this module.
+    `wake`, and must not be used before. What is deleted meanwhile goes at the next call of this module. A pool that
+    holds nothing sleeps as well (0 buffers moved), and can be entered again when it was woken.
 
     Waits for all work of the devices. Raises `InUseError` while a thread is inside of a pool, the current stream is
     being captured, memory is registered with another library (`registered`), or shared with other processes

@@ -52,6 +52,17 @@ def shaped(raw: Tensor, dtype: Any, shape: Sequence[int]) -> Tensor:
     return raw.view(dtype).view(tuple(shape))
 
 
+def type_of(dtype: Any) -> Any:
+    """Return a type of torch's for whatever torch takes for one, None and `float` among it; raises `TypeError`."""
+    try:
+        return torch.empty(0, dtype=dtype, device="meta").dtype
+    except TypeError:
+        raise TypeError(
+            f"a tensor of dtype {dtype!r}: torch takes types of its own, and Python's int, float and bool. "
+            "Pass one as torch.float32 is"
+        ) from None
+
+
 def size_of(dtype: Any, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor; raises `InvalidValueError` for a negative extent, and `SizeOverflowError`."""
     if any(extent < 0 for extent in shape):

@@ -43,7 +43,7 @@ from remap.integrations.sleeping import (
     status,
     wake,
 )
-from remap.integrations.tensors import Bytes, Tensor, device_of, size_of, span_of, tensor_at
+from remap.integrations.tensors import Bytes, Tensor, device_of, size_of, span_of, tensor_at, type_of
 from remap.integrations.tensors import torch as _torch
 from remap.locations import DeviceLike, LocationLike
 from remap.sharing.export import export as _export
@@ -133,7 +133,7 @@ def tensor(
     It keeps the buffer alive, and the buffer refuses to close while it lives. A CPU tensor keeps it from sleeping, too,
     as the CPU would crash where a GPU array merely has to wait. Raises `ExportError` where torch cannot look there.
     """
-    kind = _torch.get_default_dtype() if dtype is None else dtype
+    kind = type_of(dtype)
     if shape is None:
         shape = (max(buffer.size - offset, 0) // kind.itemsize,)
     extents = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -204,3 +204,8 @@ def set_margin(size: Size) -> None:
     """Let allocations of pools fail that would leave less than `size` bytes of the device free; 0 ends that."""
     found = memory()
     found.table.set_margin(parse_size(size, "margin"))
+
+
+def __dir__() -> list[str]:
+    """Return what is public, for completion."""
+    return [*__all__]
