@@ -20,12 +20,12 @@ from remap.residency.results import Moved, Progress
 from remap.residency.targets import (
     Targets,
     announce,
-    chosen,
     free_memory,
     free_memory_now,
     growth,
     held,
-    wait,
+    named,
+    wait_for_work,
 )
 from remap.sizes import counted
 from remap.types import Location
@@ -54,13 +54,13 @@ def migrate(
     start = time.perf_counter()
     drain()
     driver, place = drivers.current(), location(to)
-    plans = list(chosen(buffers, None))
+    plans = named(buffers, "migrated")
     for buffer in plans:
         buffer._check()
         _check_rights(driver, buffer, place)
     moves: list[_Move] = []
     with held(plans, "migrated", detach=detach):
-        wait(plans, after, "migrated")
+        wait_for_work(plans, after, "migrated")
         before = {**free_memory(plans), **_free_at(place)}
         moves = [_Move(driver, buffer, place) for buffer in plans]
         moves = [move for move in moves if move.chunks]

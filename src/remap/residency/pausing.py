@@ -23,12 +23,13 @@ from remap.residency.stores import Asleep, FileJobs, Keep, asleep
 from remap.residency.targets import (
     Targets,
     announce,
+    check_seconds,
     chosen,
     free_memory,
     free_memory_now,
     growth,
     held,
-    wait,
+    wait_for_work,
 )
 from remap.sizes import counted
 from remap.types import Location
@@ -39,6 +40,7 @@ def pause(
     buffers: Targets,
     keep: Keep = "host",
     *,
+    wait: float = 0.0,
     after: After = Known.STREAMS,
     progress: Progress | None = None,
     keep_host: bool = False,
@@ -50,8 +52,8 @@ def pause(
     `buffers` is a buffer, a group or its tag, several of them, or a mapping of them to what is kept of each:
     `remap.pause({"weights": "host", "kv": None})` is one transaction. `keep` is "host" (pinned host memory, see
     `remap.host_pool`), "disk" (a file without a name in `directory`, by default the system's for temporary files) or
-    None (the contents are given up, and undefined after `resume`). `keep_host=True` keeps the staging memory of
-    "disk" for the next time.
+    None (the contents are given up, and undefined after `resume`). A mapping says it for each, and takes no `keep`
+    beside it. `keep_host=True` keeps the staging memory of "disk" for the next time.
 
     Waits for the work that may still use the buffers, as closing does; `after=` names a stream or an event instead, or
     None: the caller's promise. Until it is resumed, a buffer refuses every use with `PausedError`; its arrays,
@@ -59,8 +61,9 @@ def pause(
     if it is kept in the same way.
 
     A failure before the first memory is given back changes nothing. After it, all buffers of the call end paused with
-    their backups intact, and the error says so. Raises `InUseError` while a CPU view or another operation uses a
-    buffer, while a stream to be waited for is being captured, and for memory that is shared unless `detach=True`;
+    their backups intact, and the error says so. Raises `InUseError` while a CPU view, or another thread in the middle
+    of a call, uses a buffer (`wait` seconds are waited for them to let go, before that), while a stream to be waited
+    for is being captured, and for memory that is shared unless `detach=True`;
     `OutOfMemoryError` where host memory is short, `DiskError`, `PausedError`. On a device that shares its memory with
     the CPU, "host" would free nothing: the buffers stay mapped, and the result says so.
     """
@@ -68,13 +71,14 @@ def pause(
     drain()
     driver = drivers.current()
     pool = current_pool(driver)
+    check_seconds(wait, "pause")
     plans = chosen(buffers, keep)
     for buffer in plans:
         buffer._check()
     for buffer in [one for one, kept in plans.items() if not one._taken and _is_paused(one, kept)]:
         del plans[buffer]
     notes: list[str] = []
-    with held(plans, "paused", detach=detach):
+    with held(plans, "paused", detach=detach, deadline=start + wait):
         # Those that another thread has paused meanwhile.
         for buffer in [one for one, kept in plans.items() if _is_paused(one, kept)]:
             del plans[buffer]
@@ -83,7 +87,7 @@ def pause(
                 f"{buffer.describe()} stays mapped: its device shares memory with the CPU, nothing would be freed"
             )
             del plans[buffer]
-        wait(plans, after, "paused")
+        wait_for_work(plans, after, "paused")
         before = free_memory(plans)
         backups: dict[Buffer, Asleep] = {}
         with Rollback() as rollback:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from remap import drivers
@@ -17,10 +17,20 @@ from remap.residency.feed import Portion, Worker
 from remap.residency.flow import Flow
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
-from remap.residency.stores import Asleep, FileJobs, Keep, asleep, drop_all
-from remap.residency.targets import Targets, announce, chosen, free_memory, free_memory_now, growth, held
+from remap.residency.stores import Asleep, FileJobs, asleep, drop_all
+from remap.residency.targets import (
+    Targets,
+    announce,
+    check_seconds,
+    free_memory,
+    free_memory_now,
+    growth,
+    held,
+    named,
+)
 from remap.residency.waking import Arrival, Waking
-from remap.sizes import MiB
+from remap.sizes import MiB, counted, format_size
+from remap.types import Location, MemoryInfo
 
 _AT_ONCE = 64 * MiB
 """How much is mapped before its copies are queued: creating and mapping the next goes on beside them."""
@@ -95,9 +105,8 @@ def resume(
             "resume with events=True and progress=", rule="it returns before there is progress to tell of",
             next_step="Look at Waking.events",
         )  # fmt: skip
-    if not wait >= 0:  # NaN, too, which no deadline ever reaches
-        raise InvalidValueError(f"resume with wait={wait}", rule="it is a number of seconds, 0 or more")
-    plans = _ordered(chosen(buffers, None), () if order is None else order)
+    check_seconds(wait, "resume")
+    plans = _ordered(named(buffers, "resumed"), () if order is None else order)
     for buffer in plans:
         buffer._check()
         if isinstance(buffer._arriving, Arrival):
@@ -111,9 +120,9 @@ def resume(
             before = free_memory(asked)
             try:
                 waking = _wake(driver, asked, before, start, events, keep_host, progress, poison)
-            except OutOfMemoryError:
+            except OutOfMemoryError as error:
                 if time.perf_counter() >= deadline:
-                    raise
+                    raise _explained(error, asked, before) from None
             else:
                 break
         # Held by nobody while it waits: closing one of the buffers, for instance, must stay possible.
@@ -263,9 +272,9 @@ def _slices(chunks: Iterable[Chunk]) -> Generator[list[Chunk]]:
         yield some
 
 
-def _ordered(plans: Mapping[Buffer, Keep], order: Targets) -> list[Buffer]:
+def _ordered(plans: Collection[Buffer], order: Targets) -> list[Buffer]:
     """Return the buffers, those of `order` first; raises `InvalidValueError` for one that is not among them."""
-    first = chosen(order, None)
+    first = named(order, "resumed first")
     for buffer in first:
         if buffer not in plans:
             raise InvalidValueError(
@@ -278,13 +287,37 @@ def _ordered(plans: Mapping[Buffer, Keep], order: Targets) -> list[Buffer]:
 
 def _wait_for_memory(buffers: list[Buffer], deadline: float, pause: float) -> None:
     """Sleep until as much memory is free as is needed, asking now and then, or until the deadline."""
-    needed: dict[Any, int] = {}
-    for buffer in buffers:
-        for chunk in buffer._chunks:
-            needed[chunk.location] = needed.get(chunk.location, 0) + chunk.size
+    needed = _needed(buffers)
     while (left := deadline - time.perf_counter()) > 0:
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_WAIT)
         free = free_memory([buffer for buffer in buffers if not buffer.closed])
         if all(info.free >= needed.get(place, 0) for place, info in free.items()):
             return
+
+
+def _needed(buffers: Iterable[Buffer]) -> dict[Location, int]:
+    """Return how many bytes stand behind buffers that are awake, at each place."""
+    needed: dict[Location, int] = {}
+    for buffer in buffers:
+        for chunk in buffer._chunks:
+            needed[chunk.location] = needed.get(chunk.location, 0) + chunk.size
+    return needed
+
+
+def _explained(
+    error: OutOfMemoryError, buffers: Sequence[Buffer], before: Mapping[Location, MemoryInfo]
+) -> OutOfMemoryError:
+    """Reword an error of one chunk, in the middle of an attempt that was undone, in terms of the whole call."""
+    if error.call != "cuMemCreate" or not before:
+        return error  # of host memory, for one
+    needed = _needed(buffers)
+    place = max(before, key=lambda one: needed[one] - before[one].free)
+    what = buffers[0].describe() if len(buffers) == 1 else counted(len(buffers), "buffer")
+    info = before[place]
+    return error.explain(
+        f"resume of {what}",
+        rule=f"it needs {format_size(needed[place])} on {place}, and {format_size(info.free)} of "
+        f"{format_size(info.total)} are free there",
+        next_step="Close, pause or trim something there first, or let it wait for others who do: wait=seconds",
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+import time
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
@@ -22,18 +23,29 @@ Targets: TypeAlias = Target | Iterable[Target] | Mapping[Any, Keep]
 """What can be paused: a buffer, typed memory on one, a group or its tag, several, or a mapping to what is kept."""
 
 
+_LOOK = 0.001
+"""How long it is waited before it is looked again whether buffers are in use: calls on them are short, and many."""
+
+
 def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
     """Return the buffers that are meant, in order, each with what is kept of it.
 
-    Raises `InvalidValueError` for what cannot sleep or move, and for a buffer that is named with two different keeps.
+    Raises `InvalidValueError` for what cannot sleep or move, for a buffer that is named with two different keeps, and
+    for a mapping with a `keep` beside it that is not the default.
     """
     found: dict[Buffer, Keep] = {}
-    named: list[tuple[Any, Keep]]
+    pairs: list[tuple[Any, Keep]]
     if isinstance(what, Mapping):
-        named = list(cast("Mapping[Any, Keep]", what).items())
+        if keep != "host":
+            raise InvalidValueError(
+                f"keep={keep!r} beside a mapping",
+                rule="the mapping says of each what is kept",
+                next_step="Leave keep= out, or name the buffers in a list",
+            )
+        pairs = list(cast("Mapping[Any, Keep]", what).items())
     else:
-        named = [(one, keep) for one in _each(what)]
-    for target, kept in named:
+        pairs = [(one, keep) for one in _each(what)]
+    for target, kept in pairs:
         if kept not in ("host", "disk", None):
             given: Any = kept
             step = (
@@ -47,6 +59,26 @@ def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
                     rule="it is named twice, and one call can keep it in one way only",
                 )
     return found
+
+
+def named(what: Targets, doing: str) -> list[Buffer]:
+    """Return the buffers that are meant, in order, where there is nothing to keep; `doing` is a past participle.
+
+    Raises `InvalidValueError` for what cannot sleep or move, and for a mapping, whose keeps would mean nothing.
+    """
+    if isinstance(what, Mapping):
+        raise InvalidValueError(
+            f"a mapping to be {doing}",
+            rule="what it keeps of each was said when that was paused",
+            next_step="Name buffers, groups or tags alone: list(mapping)",
+        )
+    return list(chosen(what, None))
+
+
+def check_seconds(wait: float, asked: str) -> None:
+    """Raise `InvalidValueError` unless it is a time that can be waited."""
+    if not wait >= 0:  # NaN, too, which no deadline ever reaches
+        raise InvalidValueError(f"{asked} with wait={wait}", rule="it is a number of seconds, 0 or more")
 
 
 def _each(what: Any) -> Iterable[Any]:
@@ -76,30 +108,27 @@ def _buffers(target: Any) -> tuple[Buffer, ...]:
 
 
 @contextmanager
-def held(buffers: Iterable[Buffer], doing: str, *, detach: bool = False) -> Generator[None]:
-    """Keep everyone else from the buffers for a block; raises `InUseError` if something uses one of them."""
+def held(
+    buffers: Collection[Buffer], doing: str, *, detach: bool = False, deadline: float = 0.0
+) -> Generator[None]:
+    """Keep everyone else from the buffers for a block.
+
+    Raises `InUseError` if something uses one of them, at the deadline still; none of them is held while it waits.
+    """
     # Not an `ExitStack`: an interrupt in the middle of it would leave them held until cycles are collected.
     taken: list[AbstractContextManager[None]] = []
     try:
-        for buffer in buffers:
-            if isinstance(buffer._arriving, Arrival):
-                buffer._arriving.waking.settle()
-            one = buffer._taking(doing)
-            one.__enter__()
-            taken.append(one)
-            if isinstance(buffer._arriving, Arrival):
-                raise InUseError(
-                    f"{buffer.describe()} to be {doing}",
-                    rule="its contents are still arriving, and another thread waits for them",
-                    next_step="Let that end first",
-                )
-            buffer._check_registrations(doing)
-            if buffer._shared and not detach:
-                raise InUseError(
-                    f"{buffer.describe()} to be {doing}",
-                    rule="other processes hold its memory, and would go on using the old one",
-                    next_step="Pass detach=True if they may",
-                )
+        while True:
+            try:
+                for buffer in buffers:
+                    _take(buffer, doing, detach, taken)
+                break
+            except InUseError:
+                if time.perf_counter() >= deadline:
+                    raise
+                while taken:
+                    taken.pop().__exit__(None, None, None)
+            time.sleep(_LOOK)
         yield
     finally:
         try:
@@ -110,7 +139,28 @@ def held(buffers: Iterable[Buffer], doing: str, *, detach: bool = False) -> Gene
                 taken.pop().__exit__(None, None, None)
 
 
-def wait(buffers: Iterable[Buffer], after: After, doing: str) -> None:
+def _take(buffer: Buffer, doing: str, detach: bool, taken: list[AbstractContextManager[None]]) -> None:
+    if isinstance(buffer._arriving, Arrival):
+        buffer._arriving.waking.settle()
+    one = buffer._taking(doing)
+    one.__enter__()
+    taken.append(one)
+    if isinstance(buffer._arriving, Arrival):
+        raise InUseError(
+            f"{buffer.describe()} to be {doing}",
+            rule="its contents are still arriving, and another thread waits for them",
+            next_step="Let that end first",
+        )
+    buffer._check_registrations(doing)
+    if buffer._shared and not detach:
+        raise InUseError(
+            f"{buffer.describe()} to be {doing}",
+            rule="other processes hold its memory, and would go on using the old one",
+            next_step="Pass detach=True if they may",
+        )
+
+
+def wait_for_work(buffers: Iterable[Buffer], after: After, doing: str) -> None:
     """Wait for the work that may still use the buffers (invariant 7)."""
     if isinstance(after, Known):
         uses = [

@@ -1,0 +1,112 @@
+"""What pause and resume are asked, and what they say to that: nothing is passed over in silence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import remap
+from remap import MiB, drivers
+from remap.drivers.wrappers import Faulty
+from remap.residency.stores import Keep
+from remap.testing.stage import Stage
+
+from .support import SIZE, acts
+
+pytest_plugins = ("remap.testing.stage",)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_a_shortage_is_told_of_the_whole_call(stage: Stage, events: bool) -> None:
+    """What all buffers need, and what was free before the attempt: not one chunk, and what its undoing took (9)."""
+    if stage.inner.name == "cuda":
+        pytest.skip("taking all memory of a GPU disturbs who else uses it")
+    with remap.ElasticBuffer(4 * SIZE, chunk=2 * MiB) as buffer, remap.allocate(SIZE) as other:
+        buffer.resize(4 * SIZE)
+        remap.pause([buffer, other])
+        info = remap.device(0).memory()
+        with remap.create(info.free // SIZE * SIZE - SIZE, at=0):
+            left = remap.device(0).memory().free
+            free = rf"{left >> 20} MiB of {info.total >> 20} MiB are free there"
+            with pytest.raises(remap.OutOfMemoryError, match=rf"16 MiB on device 0, and {free}") as told:
+                remap.resume(buffer, events=events)
+            assert str(told.value).startswith(f"resume of {buffer.describe()}: ")
+            assert told.value.code == 2
+            with pytest.raises(remap.OutOfMemoryError, match=rf"resume of 2 buffers: .* 20 MiB on .*{free}"):
+                remap.resume([buffer, other], events=events)
+        remap.resume([buffer, other])
+
+
+@pytest.mark.parametrize("keep", ["disk", None])
+def test_a_mapping_has_its_own_keeps(stage: Stage, keep: Keep) -> None:
+    """A keep beside a mapping would be ignored, and contents lost that the caller meant to have; it is refused."""
+    with remap.allocate(SIZE) as buffer:
+        buffer.fill(3)
+        with pytest.raises(remap.InvalidValueError, match="the mapping says of each what is kept"):
+            remap.pause({buffer: None}, keep=keep)
+        assert not buffer.paused
+        assert int(buffer.to_host()[0]) == 3
+        remap.pause({buffer: "host"})
+        for call in acts(
+            lambda: remap.resume({buffer: "host"}),
+            lambda: remap.resume(buffer, order={buffer: None}),
+            lambda: remap.migrate({buffer: None}, remap.Host()),
+        ):
+            with pytest.raises(remap.InvalidValueError, match="a mapping to be"):
+                call()
+        remap.resume([buffer])
+        assert int(buffer.to_host()[0]) == 3
+
+
+def test_a_pause_waits_for_others_to_let_go(stage: Stage) -> None:
+    """A thread in the middle of a call holds a buffer; the pause is refused, or waits as long as it is told to (13)."""
+    faulty = Blocking(drivers.open())
+    remap.use(faulty)
+    try:
+        with remap.allocate(SIZE) as buffer, remap.allocate(SIZE) as other:
+            buffer.fill(3)
+            faulty.let.clear()
+            user = threading.Thread(target=buffer.fill, args=(5,))
+            user.start()
+            assert faulty.begun.wait(30)
+            with pytest.raises(remap.InUseError, match="still under way"):
+                remap.pause([other, buffer])
+            with pytest.raises(remap.InUseError, match="still under way"):
+                remap.pause([other, buffer], wait=0.02)
+            other.to_host()  # nobody holds it
+            pausing = threading.Thread(target=remap.pause, args=([other, buffer],), kwargs={"wait": 30})
+            pausing.start()
+            faulty.let.set()
+            user.join()
+            pausing.join()
+            assert buffer.paused
+            assert other.paused
+            remap.resume([buffer, other])
+            assert int(buffer.to_host()[0]) == 5
+            with pytest.raises(remap.InvalidValueError, match="number of seconds"):
+                remap.pause(buffer, wait=float("nan"))
+    finally:
+        faulty.let.set()
+        drivers.close()
+        remap.use(stage.recording)
+
+
+class Blocking(Faulty):
+    """A driver whose fills wait until they are let."""
+
+    def __init__(self, inner: Any) -> None:
+        self.let, self.begun = threading.Event(), threading.Event()
+        self.let.set()
+        super().__init__(inner)
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **keywords: Any) -> Any:
+            if name == "fill" and not self.let.is_set():
+                self.begun.set()
+                assert self.let.wait(30)
+            return call(*arguments, **keywords)
+
+        return made
