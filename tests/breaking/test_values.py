@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import remap
-from remap import MiB
+from remap import MiB, drivers
+from remap.drivers.host import HostDriver
 
 SIZE = 4 * MiB
 
@@ -205,3 +208,35 @@ def test_a_closed_object_says_so() -> None:
     buffer.close()
     with pytest.raises(remap.ClosedError, match=r"buffer \d+ of .* was closed, by close\(\) or .*with block"):
         buffer.fill(1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("memroy", "1MiB", r"option memroy=.*its options are devices, memory, .*Did you mean memory=\?"),
+        ("zzz", 1, "option zzz= of the host driver"),
+        ("devices", "two", "devices='two': it is the number of devices"),
+        ("devices", 0, "1 to 64"),
+        ("numa_nodes", None, "numa_nodes=None"),
+        ("memory", None, "memory None: it is a whole number of bytes"),
+        ("clock_khz", "fast", "a whole number of kHz"),
+        ("clock_khz", [1, "fast"], "a whole number of kHz"),
+        ("peers", {0: []}, "a list of truth values for each device"),
+        ("peers", None, '"all", "none"'),
+        ("peers", [[True]], "a matrix of 2 rows"),
+        ("capabilities", ["hmm"], "as in {"),
+        ("capabilities", {"hmmm": True}, "The names are vmm"),
+    ],
+)
+def test_options_of_the_host_driver(option: str, value: Any, words: str) -> None:
+    """An option that there is not, or of no fitting value, is refused by name, and no driver is opened."""
+    with pytest.raises((remap.InvalidValueError, TypeError), match=words):
+        drivers.open("host", **{option: value})
+
+
+def test_every_option_of_the_host_driver_is_explained() -> None:
+    """help(remap.use) and the page on the host driver name all of them."""
+    page = (Path(__file__).parents[2] / "docs/explain/host-driver.md").read_text()
+    for option in inspect.signature(HostDriver).parameters:
+        assert f"- `{option}` (" in str(remap.use.__doc__)
+        assert f"| `{option}` |" in page

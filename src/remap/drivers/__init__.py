@@ -42,7 +42,10 @@ def open(name: str | None = None, **options: Any) -> Driver:
     attempts: list[tuple[str, str]] = []
     for candidate in NAMES if name is None else (name,):
         try:
-            opened: Driver = _load(candidate)(**options)
+            driver = _load(candidate)
+            if options:
+                _check_names(candidate, driver, options)
+            opened: Driver = driver(**options)
             return opened
         except InvalidValueError:
             raise
@@ -50,6 +53,22 @@ def open(name: str | None = None, **options: Any) -> Driver:
             attempts.append((candidate, str(error)))
             _log.info("driver %s does not open: %s", candidate, error)
     raise DriverNotFoundError(tuple(attempts), next_step='Run "remap doctor" for the cures')
+
+
+def _check_names(name: str, driver: type[Driver], options: dict[str, Any]) -> None:
+    """Raise for options that a driver does not have."""
+    import inspect
+    from difflib import get_close_matches
+
+    known = list(inspect.signature(driver).parameters)
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, n=1)
+            raise InvalidValueError(
+                f"option {option}= of the {name} driver",
+                rule=f"its options are {', '.join(known)}" if known else "it has no options",
+                next_step=f"Did you mean {near[0]}=?" if near else "",
+            )
 
 
 def _load(name: str) -> Any:
@@ -138,6 +157,21 @@ def use(driver: str | Driver, **options: Any) -> Driver:
     `driver` is a name, with options for it (`use("host", devices=4, memory="256MiB")`), or a driver object, such as
     one of the wrappers around another. Raises `InUseError` while objects of the present driver live, and where
     another thread makes one in the middle of the change: one of the two is told.
+
+    CUDA has no options. Those of the host driver say what machine it simulates:
+
+    - `devices` (2): how many there are
+    - `memory` ("512MiB"): what each has, or one size for each
+    - `host_memory` ("1GiB"): what can be allocated on the host, over all nodes
+    - `numa_nodes` (1): how many nodes the host has
+    - `granularity` ("2MiB"): what sizes of physical allocations are multiples of
+    - `peers` ("all"): who reaches whom; "none", or for each device a list with a truth value for each
+    - `clock_khz` (1,000,000): the speed, by which the fastest is found; one number, or one for each
+    - `coherent` (False): the CPU may be granted access to device memory, as on NVIDIA Grace
+    - `integrated` (as `coherent`): that memory is the CPU's own, so that moving it to the host frees nothing
+    - `compression` (False): compressible memory is granted, and not merely accepted
+    - `capabilities` ({}): features by name; False switches one off, to see how a program does without it, and
+      `{"hmm": True}` lets kernels reach the host arrays that a launch names
     """
     name = driver if isinstance(driver, str) else getattr(driver, "name", None)
     if not isinstance(name, str):

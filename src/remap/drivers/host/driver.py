@@ -64,12 +64,7 @@ from remap.types import (
 class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
     """A driver whose devices are budgets of this machine's memory; implements `Driver` and every optional power.
 
-    `devices` of them have `memory` bytes each (or one size for each device) and `clock_khz` for their speed. `peers`
-    says who reaches whom: `"all"`, `"none"`, or a matrix. Host-located memory has a budget of its own, `host_memory`,
-    over all `numa_nodes`. `coherent` lets the CPU be granted access to device memory; whether that memory is the CPU's
-    own, so that moving it to the host would free nothing, `integrated` says (by default it is what `coherent` is).
-    `compression` grants what compressible memory asks for. `capabilities` switches features off by name, to see how a
-    program does without; and `hmm` on: kernels then reach the host arrays that a launch names, which most GPUs do not.
+    What the options mean is said at `remap.use`.
 
     With `REMAP_HOST_STATE=path` in the environment, the budgets are those of all processes that name the same path.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsIndex, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from remap.drivers.host import linux
 from remap.drivers.host.guard import Guard
@@ -172,19 +173,21 @@ def check_options(
     capabilities: Mapping[str, bool],
 ) -> Options:
     """Return the options of a machine; raises `InvalidValueError` naming the one that cannot be."""
-    if not 1 <= devices <= 64:
-        raise InvalidValueError(f"devices={devices}", rule="a machine has 1 to 64 devices")
-    if not 1 <= numa_nodes <= 64:
-        raise InvalidValueError(f"numa_nodes={numa_nodes}", rule="a machine has 1 to 64 NUMA nodes")
+    devices = _count(devices, "devices", "devices")
+    numa_nodes = _count(numa_nodes, "numa_nodes", "NUMA nodes")
     granule = parse_size(granularity, "granularity")
     if not is_power_of_two(granule) or granule % linux.PAGE:
         rule = f"it must be a power of two and a multiple of the page size ({linux.PAGE} bytes)"
         raise InvalidValueError(f"granularity={granularity!r}", rule=rule)
-    each = [memory] * devices if isinstance(memory, (str, SupportsIndex)) else memory
+    if not isinstance(capabilities, Mapping):
+        raise TypeError(f'capabilities={capabilities!r}: it says yes or no to names, as in {{"hmm": True}}')
+    each = memory if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * devices
     sizes = [parse_size(one, "memory") for one in _per_device(each, devices, "memory")]
     for size in sizes:
         check_aligned(size, granule, "memory")
-    clocks = [clock_khz] * devices if isinstance(clock_khz, int) else clock_khz
+    clocks = clock_khz if isinstance(clock_khz, Sequence) else [clock_khz] * devices
+    if isinstance(clock_khz, str) or not all(isinstance(clock, int) for clock in clocks):
+        raise TypeError(f"clock_khz={clock_khz!r}: a clock is a whole number of kHz")
     unknown = sorted(set(capabilities) - set(CAPABILITIES))
     if unknown:
         raise InvalidValueError(
@@ -207,6 +210,16 @@ def check_options(
     )
 
 
+def _count(value: int, what: str, things: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what}={value!r}: it is the number of {things}, 1 to 64") from None
+    if not 1 <= number <= 64:
+        raise InvalidValueError(f"{what}={number}", rule=f"a machine has 1 to 64 {things}")
+    return number
+
+
 def _per_device(each: Sequence[T], devices: int, what: str) -> Sequence[T]:
     if len(each) != devices:
         raise InvalidValueError(
@@ -222,7 +235,12 @@ def _peer_matrix(peers: Peers, devices: int) -> tuple[tuple[bool, ...], ...]:
                 f"peers={peers!r}", rule='it is "all", "none" or a matrix of truth values'
             )
         return tuple(tuple(peers == "all" and i != j for j in range(devices)) for i in range(devices))
-    if len(peers) != devices or any(len(row) != devices for row in peers):
+    try:
+        rows = [list(row) for row in peers]
+    except TypeError:
+        said = f'peers={peers!r}: it is "all", "none", or a list with a list of truth values for each device'
+        raise TypeError(said) from None
+    if len(rows) != devices or any(len(row) != devices for row in rows):
         rule = f"{devices} devices need a matrix of {devices} rows with {devices} truth values each"
         raise InvalidValueError(f"peers={peers!r}", rule=rule)
-    return tuple(tuple(bool(row[j]) and i != j for j in range(devices)) for i, row in enumerate(peers))
+    return tuple(tuple(bool(row[j]) and i != j for j in range(devices)) for i, row in enumerate(rows))
