@@ -7,6 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -392,34 +393,33 @@ def test_a_slow_client_stops_nobody(broker: BrokerProcess) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_client_of_another_user(broker: BrokerProcess) -> None:
+def test_a_client_of_another_user() -> None:
     """A client of another user id is refused, even where every mode lets it in (trap 29)."""
-    script = f"""
-import os
+    script = """
+import os, sys
 import remap
-from pathlib import Path
 from remap.sharing.client import connect  # loaded while it can be read
 os.setgid(65534); os.setuid(65534)
-assert os.access({str(broker.path)!r}, os.W_OK)
+assert os.access(sys.argv[1], os.W_OK)
 try:
-    connect({str(broker.path)!r}, timeout=20)
+    connect(sys.argv[1], timeout=20)
 except remap.ShareError as error:
     print("refused")
 """
-    changed = [one for one in broker.path.parents if not one.stat().st_mode & 0o001]
-    for parent in changed:
-        parent.chmod(0o711)
-    broker.path.chmod(0o777)
-    try:
+    # Not below tmp_path, which pytest closes to others again whenever another of its runs begins.
+    with tempfile.TemporaryDirectory() as directory, BrokerProcess(Path(directory) / "broker") as broker:
+        Path(directory).chmod(0o711)
+        broker.path.chmod(0o777)
         done = subprocess.run(
-            [*COMMAND[:3], "-c", script], capture_output=True, text=True, check=False, timeout=LIMIT
+            [*COMMAND[:3], "-c", script, str(broker.path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT,
         )
-    finally:
-        for parent in changed:
-            parent.chmod(0o700)
-    assert (done.stdout, done.stderr) == ("refused\n", "")
-    with remap.connect(broker.path) as client:
-        assert client.status().clients == 1
+        assert (done.stdout, done.stderr) == ("refused\n", "")
+        with remap.connect(broker.path) as client:
+            assert client.status().clients == 1
 
 
 # -- stopping and starting --
