@@ -63,7 +63,7 @@ class Device:
 
     @property
     def capabilities(self) -> Mapping[str, Capability]:
-        """Every feature by name: whether it works on this device and, where not, the reason (B1).
+        """Every feature by name: whether it works on this device and, where not, the reason.
 
         Asked once: what a probe found missing (a fabric handle, say) is not tried again.
         """
@@ -79,7 +79,7 @@ class Device:
             raise not_supported("cuDeviceGetAttribute", asked, found.reason, capability=capability)
 
     def memory_types(self) -> tuple[MemoryType, ...]:
-        """Return every combination of place, shareable handle, compression and RDMA, each tried and not assumed (B7).
+        """Return every combination of place, shareable handle, compression and RDMA, each tried and not assumed.
 
         The places are this device, the host, and the host's NUMA node beside the device if there is one. Each try
         takes one granule of memory there for a moment; where none is free, that is the reason.
@@ -107,7 +107,7 @@ class Device:
         return tuple(other for other in others if self._driver.can_access_peer(self.index, other.index))
 
     def backing_devices(self) -> tuple[Device, ...]:
-        """Return the devices that can back memory this one uses: itself and its peers that have VMM (A3)."""
+        """Return the devices that can back memory this one uses: itself and its peers that have VMM."""
         found = sorted((self, *self.peers()), key=lambda one: one.index)
         return tuple(one for one in found if one.capabilities["vmm"])
 

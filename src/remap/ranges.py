@@ -83,7 +83,7 @@ class Range(Resource):
         """The first address, the same for the whole life of this object.
 
         Reading it lets the address escape: from then on remap cannot know who uses it, and closing waits for the
-        contexts of all accessing devices unless `after=` says otherwise (invariant 7).
+        contexts of all accessing devices unless `after=` says otherwise.
         """
         self._check()
         self._await_mapping()

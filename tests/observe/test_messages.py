@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -50,6 +51,48 @@ def test_more_than_the_device_has(make: Callable[[int], object]) -> None:
         named = re.search(r'remap\.use\("host", memory="(\w+)"\)', caught.value.next_step)
         assert named
         assert parse_size(named[1]) >= size
+
+
+def test_larger_devices_have_room_for_what_is_there() -> None:
+    """The machine that a shortage proposes holds what is in use beside what was asked for."""
+    if remap.driver().name != "host":
+        pytest.skip("only simulated devices can be larger")
+    used, places = whole() // 2, remap.devices()
+    each = 2 * whole() - used + 1  # one byte more than what devices of twice the size have beside it
+    with remap.allocate(used), pytest.raises(OutOfMemoryError) as caught:
+        remap.allocate(each * len(places), resident=places)
+    named = re.search(r'memory="(\w+)"', caught.value.next_step)
+    assert named
+    assert parse_size(named[1]) >= used + each
+
+
+MARK = re.compile(r"\b(invariant|trap)s? \d|\([A-T]\d+\)")
+
+
+def test_help_has_no_marks_of_ours() -> None:
+    """What help() shows of a public name cites no number of a list that its reader does not have."""
+    for name in remap.__all__:
+        thing = getattr(remap, name)
+        parts = [
+            vars(one).get(part)
+            for one in getattr(thing, "__mro__", ())
+            for part in dir(one)
+            if part[0] != "_"
+        ]
+        for part in (thing, *parts):
+            module = str(getattr(getattr(part, "fget", part), "__module__", ""))
+            if not module.startswith("remap.graphs"):
+                found = MARK.search(inspect.getdoc(part) or "")
+                assert not found, f"{name}: {part}: {found}"
+
+
+def test_what_sleeps_instead_of_a_small_buffer() -> None:
+    """Memory that cannot sleep names the two ways in which the same buffer could."""
+    with remap.DeviceBuffer.zeroed(4) as small:
+        with pytest.raises(InvalidValueError, match=r"remap\.group.*source='mapped'"):
+            remap.pause(small)
+        with remap.group("asleep"), remap.DeviceBuffer.zeroed(4) as other:
+            remap.pause(other)
 
 
 def test_stripes_name_the_buffer() -> None:
@@ -233,3 +276,11 @@ def test_a_missing_package_names_what_brings_it(package: str) -> None:
     error = missing(package, "an integration", "it is not here")
     assert isinstance(error, ImportError)
     assert re.search(rf"pip install '?({package.partition('.')[0]}|remap\[torch\])", str(error))
+
+
+def test_a_demo_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that is a demo only says where it is; what is none does not."""
+    assert run(["pause"]) == run(["paws"]) == 64
+    said = capsys.readouterr().err
+    assert said.count('Did you mean "remap demo pause"?') == 1
+    assert "No such command 'paws'" in said

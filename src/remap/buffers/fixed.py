@@ -18,6 +18,11 @@ class FixedMemory(Span):
 
     _place: Location
     _counted: ClassVar[str] = "own"  # who counts the bytes: `types.Held.source`
+    # Why it can neither sleep nor move; residency says so.
+    _stays: ClassVar[str] = (
+        "its address belongs to its bytes, so that nothing else can stand behind it (a small DeviceBuffer has memory "
+        "that can sleep and move if it is made inside remap.group(tag), or with source='mapped')"
+    )
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -37,7 +37,7 @@ class RingBuffer(Buffer):
     `second` is the access right to the second view, the same as to the first by default. With "r" only the first view
     can be written: `write` then does it in two pieces where it wraps. The two addresses are one memory: a kernel that
     writes through one and reads through the other needs an alias fence in between (CUDA programming guide, virtual
-    aliasing); work that is queued in stream order needs none. Source: cuMemMap, twice with one handle (T5).
+    aliasing); work that is queued in stream order needs none. Source: cuMemMap, twice with one handle.
     """
 
     kind: ClassVar[str] = "ring buffer"

@@ -31,7 +31,19 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class _Command(click.Group):
-    """The group at the top, whose help ends with the environment variables."""
+    """The group at the top, whose help ends with the environment variables, and which knows what only demos are."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say where a command is that is a demo."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if args[0] not in demo.commands:
+                raise
+            said = f'{error.message} Did you mean "remap demo {args[0]}"?'
+            raise click.UsageError(said, ctx) from None
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write them as click writes options."""

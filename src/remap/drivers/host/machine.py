@@ -186,7 +186,7 @@ def check_options(
     for size in sizes:
         check_aligned(size, granule, "memory")
     clocks = clock_khz if isinstance(clock_khz, Sequence) else [clock_khz] * devices
-    if isinstance(clock_khz, str) or not all(isinstance(clock, int) for clock in clocks):
+    if not all(isinstance(clock, int) for clock in clocks):
         raise TypeError(f"clock_khz={clock_khz!r}: a clock is a whole number of kHz")
     unknown = sorted(set(capabilities) - set(CAPABILITIES))
     if unknown:
