@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import remap
-from remap import MiB
+from remap import MiB, residency
 from remap.drivers.wrappers import Faulty
 from remap.testing.bench import wait_until
 
@@ -69,3 +72,35 @@ class Pinning(Faulty):
             return call(*arguments, **keywords)
 
         return pinning
+
+
+PLACES = str(Path(residency.__file__).parent)
+
+
+class Interrupted(BaseException):
+    """What the handler of a signal raises."""
+
+
+def interrupted(act: Callable[[], object], nth: int) -> bool:
+    """Do `act`, raise at the `nth` place where the interpreter looks for signals in this room, and tell whether it did.
+
+    It looks where a function of Python begins, and where one of C has returned.
+    """
+    left = nth
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event in {"call", "c_return"} and frame.f_code.co_filename.startswith(PLACES):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise Interrupted
+
+    sys.setprofile(look)
+    try:
+        act()
+    except Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False

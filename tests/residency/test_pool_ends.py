@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 import remap
-from remap import MiB, drivers, lifetime, residency
+from remap import MiB, drivers, lifetime
 from remap.errors import ClosedError, InUseError
 from remap.residency import HostPool, hostpool, pages
 from remap.residency.arenas import SLAB
@@ -23,43 +21,12 @@ from remap.residency.jobs import Job
 from remap.testing.bench import wait_until
 from remap.testing.stage import Stage
 
-from .support import SIZE, Pinning, filled, holds, settled
+from .support import SIZE, Pinning, filled, holds, interrupted, settled
 
 pytest_plugins = ("remap.testing.stage",)
 
 # Where an interrupt meets a generator that is being closed, Python can only print it.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-PLACES = str(Path(residency.__file__).parent)
-
-
-class Interrupted(BaseException):
-    """What the handler of a signal raises."""
-
-
-def interrupted(act: Callable[[], object], nth: int) -> bool:
-    """Do `act`, raise at the `nth` place where the interpreter looks for signals in this room, and tell whether it did.
-
-    It looks where a function of Python begins, and where one of C has returned.
-    """
-    left = nth
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        nonlocal left
-        if event in {"call", "c_return"} and frame.f_code.co_filename.startswith(PLACES):
-            left -= 1
-            if not left:
-                sys.setprofile(None)
-                raise Interrupted
-
-    sys.setprofile(look)
-    try:
-        act()
-    except Interrupted:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
 
 
 def everywhere(act: Callable[[], object], first: Callable[[], object] = lambda: None) -> Generator[int]:

@@ -27,7 +27,7 @@ from remap.forks import in_child
 from remap.locations import Device, device
 from remap.residency import pages
 from remap.residency.arenas import SLAB, Arena, Extent, PageChoice, Slab, no_memory
-from remap.residency.jobs import Job, Task, settled, start
+from remap.residency.jobs import Job, Task, start
 from remap.residency.results import HostPoolFigures
 from remap.sizes import Size, format_size, parse_size, round_up
 
@@ -84,7 +84,7 @@ class HostPool:
         with self._lock:
             jobs = [slab.job for arena in self._arenas.values() for slab in arena.slabs if slab.job]
         for job in jobs:
-            settled(job)
+            job.wait()
 
     def configure(self, limit: Size | None, prepare: Size | None) -> None:
         """Set what is asked for; what is None stays. Preparing goes on in the background; `wait()` waits for it.
@@ -260,7 +260,7 @@ class HostPool:
         if self._closed:
             return 0
         for slab in self._free():
-            if slab.job is not None and slab.job is slab.dropping and slab.job.cancelled():
+            if slab.job is not None and slab.job is slab.dropping and slab.job.cancelled:
                 self._regain(slab)  # an interrupt came into taking it again
         free = [slab for slab in self._free() if slab.held and not slab.kept]
         spare = max(self._held - round_up(self._prepared, SLAB), 0) // SLAB
@@ -294,7 +294,7 @@ class HostPool:
 
     def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: bool | None, job: Job) -> None:
         if before is not None:
-            settled(before)
+            before.wait()
         if self._closed or slab.pinned:  # one that could not be unlocked has its pages still
             return
         large = arena.pages_of(slab, self._choice, large)
@@ -319,7 +319,7 @@ class HostPool:
 
     def _drop(self, slab: Slab, before: Job | None, job: Job) -> None:
         if before is not None:
-            settled(before)
+            before.wait()
         if self._closed:  # closing gives everything back, and others may have its addresses by now
             return
         self._unlock(slab)
