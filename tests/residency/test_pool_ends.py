@@ -193,7 +193,7 @@ def test_an_interrupt_as_memory_comes(stage: Stage) -> None:
 
 def test_no_thread_can_be_had(stage: Stage) -> None:
     """Then a pause and a trim fail and change nothing, and what backups give back stays until the next time."""
-    pool = remap.host_pool()
+    pool = remap.host_pool(prepare=SLAB)  # its addresses are reserved from here on
     pool.trim()
     with filled(SIZE) as buffers:
         with no_threads(), pytest.raises(RuntimeError, match="thread"):
