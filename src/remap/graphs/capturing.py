@@ -27,6 +27,8 @@ class Capture:
     a captured stream is refused and leaves the capture intact. If the block fails, there is no graph.
     """
 
+    _process = Resource._process  # not by a name of the module, which may be gone when the process ends
+
     def __init__(self, stream: StreamLike | None, mode: CaptureMode) -> None:
         known = getattr(stream, "device", None)
         at = known if isinstance(known, Device) else device()
@@ -134,7 +136,8 @@ class Capture:
 
     def __del__(self) -> None:
         """Leave the end of a capture that an interrupt kept from ending to the next call."""
-        if getattr(self, "_begun", False) and self._epoch == epoch():
+        process = self._process
+        if getattr(self, "_begun", False) and not process.ending and self._epoch == process.epoch:
             queued.append(Release(0, [(_end, (self.device, self._queue.handle))]))
 
     def _used(self) -> Iterable[object]:

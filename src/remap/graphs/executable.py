@@ -34,7 +34,7 @@ class Executable(Resource):
     """A graph as it was when it was instantiated. Made by `Graph.instantiate`.
 
     It keeps buffers, modules and functions of its nodes alive. A launch needs the buffers open and backed: one that
-    was paused and resumed, or moved, between two launches is at the same address, and the graph goes on (T13).
+    was paused and resumed, or moved, between two launches is at the same address, and the graph goes on.
     """
 
     kind: ClassVar[str] = "executable graph"

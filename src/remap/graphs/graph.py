@@ -108,7 +108,7 @@ class Graph(Resource, Nodes):
     def clone(self) -> Graph:
         """Return a graph with the same nodes, which goes its own way from now on.
 
-        Raises `NotSupportedError` for a graph with memory nodes, whose addresses there can be only once (T16).
+        Raises `NotSupportedError` for a graph with memory nodes, whose addresses there can be only once.
         Source: cuGraphClone.
         """
         self._check()
@@ -126,7 +126,7 @@ class Graph(Resource, Nodes):
         """Return an executable of the nodes as they are now.
 
         With `auto_free`, each launch frees what the one before has left allocated. A graph with memory nodes has one
-        executable at a time: another one raises `NotSupportedError` until that is closed (T16).
+        executable at a time: another one raises `NotSupportedError` until that is closed.
         Source: cuGraphInstantiate.
         """
         self._check()

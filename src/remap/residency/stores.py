@@ -34,6 +34,10 @@ class Asleep:
 
     __slots__ = ("_epoch", "extent", "file", "keep", "stale")
 
+    _process = (
+        lifetime.Resource._process
+    )  # not by a name of the module, which may be gone when the process ends
+
     def __init__(self, keep: Keep, extent: Extent | None = None, file: DiskFile | None = None) -> None:
         self.keep = keep
         self.extent = extent
@@ -43,7 +47,8 @@ class Asleep:
 
     def __del__(self) -> None:
         """Queue what a buffer that was collected unclosed sleeps on, as finalisers do (invariant 4)."""
-        if self.extent is not None and lifetime.epoch() == self._epoch:
+        process = self._process
+        if self.extent is not None and not process.ending and self._epoch == process.epoch:
             lifetime.queued.append(Release(1, [(self.extent.pool.give, (self.extent, False))]))
 
     @property
