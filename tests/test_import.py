@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -96,30 +93,6 @@ def test_looking_around_without_torch() -> None:
     said = done.stdout.splitlines()
     assert said == said[:1] * 3
     assert re.search("needs torch, which cannot be imported .*pip install torch numba", said[0])
-
-
-def test_help_shows_no_marks_of_ours() -> None:
-    """Docstrings of what is public name no invariant, trap or fact by its number: those are for who changes remap."""
-    marks = re.compile(r"\b(trap|invariant)s? \d|\([BT]\d+")
-    marked = {
-        f"{one.__module__}.{one.__qualname__}"
-        for name in remap.__all__
-        for one in documented(getattr(remap, name))
-        if marks.search(one.__doc__ or "")
-    }
-    assert not marked
-
-
-def documented(thing: Any) -> Iterator[Any]:
-    """Yield a public thing and, of a class of ours, what `help` shows beside it."""
-    if callable(thing) and hasattr(thing, "__qualname__"):
-        yield thing
-    if inspect.isclass(thing):
-        for base in (base for base in thing.__mro__ if base.__module__.startswith("remap.")):
-            for name, member in vars(base).items():
-                found = getattr(member, "fget", None) or getattr(member, "__func__", member)
-                if inspect.isfunction(found) and (not name.startswith("_") or name.startswith("__")):
-                    yield found
 
 
 @pytest.mark.parametrize(

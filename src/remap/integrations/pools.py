@@ -16,7 +16,16 @@ from remap.integrations import routing
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.layout import MOST_ACCESSING
 from remap.integrations.memory import Asked, Memory, PoolMemory, memory
-from remap.integrations.tensors import Bytes, Tensor, device_number, shaped, size_of, tensor_at, torch
+from remap.integrations.tensors import (
+    Bytes,
+    Tensor,
+    device_number,
+    shaped,
+    size_of,
+    tensor_at,
+    torch,
+    type_of,
+)
 from remap.locations import DeviceLike, device, parse_handle_types
 from remap.residency import group
 from remap.types import AllocationProperties, HandleType, Host
@@ -85,7 +94,7 @@ class Pool:
         Raises torch's `OutOfMemoryError` on CUDA, remap's on the host driver, and `PausedError` while the pool sleeps.
         """
         extents = _extents(shape)
-        kind = torch.get_default_dtype() if dtype is None else dtype
+        kind = type_of(dtype)
         size = size_of(kind, extents)
         if drivers.current().name == "cuda":
             at = torch.cuda.current_device() if device is None else device_number(device)
