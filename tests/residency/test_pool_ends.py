@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import threading
 from collections.abc import Callable, Generator
@@ -39,6 +40,12 @@ def everywhere(act: Callable[[], object], first: Callable[[], object] = lambda: 
             assert nth > 10, "it was hardly interrupted at all"
             return
     pytest.fail("the operation has no end")
+
+
+def host_only(why: str) -> None:
+    """Skip on CUDA."""
+    if os.environ["REMAP_DRIVER"] == "cuda":
+        pytest.skip(why)
 
 
 def addresses() -> int:
@@ -144,6 +151,7 @@ def test_a_pool_of_another_driver_is_closed(stage: Stage) -> None:
 
 def test_an_interrupt_as_the_pool_closes(stage: Stage) -> None:
     """Wherever it comes, the next change of drivers gives all memory and addresses back; the limit stays till then."""
+    host_only("the places are those of Python, the same for both drivers; each would take time of a GPU")
     remap.use(stage.inner)
     ways: list[Any] = [stage.inner, stage.recording]
     pools: list[HostPool] = []
@@ -167,6 +175,7 @@ def test_an_interrupt_as_the_pool_closes(stage: Stage) -> None:
 
 def test_an_interrupt_as_memory_goes(stage: Stage) -> None:
     """Wherever it comes into a trim, the next one gives everything back."""
+    host_only("the places are those of Python, the same for both drivers; each would take time of a GPU")
     pool = remap.host_pool()
 
     def prepare() -> None:
@@ -181,6 +190,7 @@ def test_an_interrupt_as_memory_goes(stage: Stage) -> None:
 
 def test_an_interrupt_as_memory_comes(stage: Stage) -> None:
     """Wherever it comes into preparing, what is held and what is leaving are counted once, and can be had again."""
+    host_only("the places are those of Python, the same for both drivers; each would take time of a GPU")
     pool = remap.host_pool()
     for nth in everywhere(lambda: remap.host_pool(prepare=SLAB)):
         (extent,) = pool.take([SLAB], remap.device(0))
@@ -193,6 +203,7 @@ def test_an_interrupt_as_memory_comes(stage: Stage) -> None:
 
 def test_no_thread_can_be_had(stage: Stage) -> None:
     """Then a pause and a trim fail and change nothing, and what backups give back stays until the next time."""
+    host_only("CUDA starts threads and takes addresses of its own as it goes")
     pool = remap.host_pool(prepare=SLAB)  # its addresses are reserved from here on
     pool.trim()
     with filled(SIZE) as buffers:
