@@ -211,8 +211,9 @@ def test_a_stream_that_another_library_closed(stage: Stage, way: str) -> None:
             box.close()
         calls = list(stage.since(marked))
         named = [call.name for call in calls if handle in call.arguments]
-        for thing in (box, other, *others):
-            thing.close()
+        box.close()
+        for one in (other, *others):
+            one.close()
     assert not [name for name in named if "stream" in name or "event" in name or "pool" in name], named
     assert "synchronize_context" in [call.name for call in calls]
 
