@@ -282,22 +282,26 @@ def serve(services: list[Service], elastic: bool, quantum: int, show: Any) -> tu
 
 
 class Budget:
-    """The memory that the models may use together: too little for both to be awake. What they use is measured."""
+    """The memory that the models' weights and caches may use together: too little for both. What they use is measured.
 
-    def __init__(self, size: int) -> None:
+    On a GPU, where others may want the rest, it is not enforced, and graphs and libraries have memory of their own.
+    """
+
+    def __init__(self, size: int, services: list[Service]) -> None:
         self.size = size
         self.most = 0
-        self._free = remap.device(0).memory().free
+        self._pools = [f"{one.name} {part}" for one in services for part in ("weights", "cache")]
 
     def look(self) -> None:
-        """Note what is in use now."""
-        self.most = max(self.most, self._free - remap.device(0).memory().free)
+        """Note what stands behind weights and caches now."""
+        state = remap.torch.status()
+        self.most = max(self.most, sum(state[pool].resident for pool in self._pools if pool in state))
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
-        """Hold all other memory of the device, so that there is no more. Not for a GPU, which others may share."""
-        with remap.allocate(max(self._free - self.size, 0) // (2 * MiB) * (2 * MiB), resident=0):
-            self._free = remap.device(0).memory().free
+        """Hold all other memory of the device, so that there is no more."""
+        free = remap.device(0).memory().free
+        with remap.allocate(max(free - self.size, 0) // (2 * MiB) * (2 * MiB), resident=0):
             yield
 
 
@@ -342,7 +346,7 @@ def run(shape: Shape, most: int, options: Options, elastic: bool) -> dict[str, A
     backed = remap.torch.status()[f"{services[0].name} weights"].size if elastic else weights
     room = backed + caches + max((backed + caches) // 4, 16 * MiB)
     assert not elastic or room < 2 * backed, "the budget holds one model, and not both"
-    budget = Budget(room)
+    budget = Budget(room, services)
     enforced = elastic and remap.driver().name == "host"
     with budget.enforced() if enforced else nullcontext(), shown(options.live and elastic) as show:
         if elastic:

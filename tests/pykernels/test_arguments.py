@@ -81,6 +81,9 @@ def test_structures_are_as_they_were_at_the_launch(place: Any) -> None:
 
     scale, out = Scale(2, 10), place(4, "float64")
     pair = np.array((1, 100), PAIR)[()]
+    place.launch(
+        kernel, out, Scale(0, 0), pair, grid=1, block=4
+    )  # loads it, for which CUDA waits for all streams
     held = threading.Event()
     with remap.Stream() as stream, remap.Graph() as graph:
         graph.host(held.wait)
