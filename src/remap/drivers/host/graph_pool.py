@@ -134,11 +134,13 @@ class GraphPool:
         self._allocations.take(call, self._location, size)
         try:
             fd, offset = self._files.arena(self._location).allocate(size)
-        except OSError as error:
+            grown = [Block(Extent(fd, offset + index * self._granule)) for index in range(count)]
+            self._blocks += grown
+        except BaseException as error:  # an interrupt, too
             self._machine.budget(self._location).give(size)
-            raise system_error(call, error) from error
-        grown = [Block(Extent(fd, offset + index * self._granule)) for index in range(count)]
-        self._blocks += grown
+            if isinstance(error, OSError):
+                raise system_error(call, error) from error
+            raise
         return grown
 
     def _placings(self, pairs: Sequence[tuple[Page, Block]]) -> list[Placing]:
