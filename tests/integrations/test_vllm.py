@@ -115,8 +115,9 @@ def test_memory_of_graphs(torch: Any, allocator: Any) -> None:
     assert float(result.mean()) == 3
 
 
-def test_everything_that_vllm_may_call_is_there() -> None:
+def test_everything_that_vllm_may_call_is_there(torch: Any) -> None:
     """The allocator has each method that is known of `CuMemAllocator`, but for those that only its own code calls."""
+    assert torch is not None
     from remap.integrations import vllm
 
     inner = {"get_instance", "python_free_callback", "python_malloc_callback"}
