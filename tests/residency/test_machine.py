@@ -82,8 +82,8 @@ class Moves(RuleBasedStateMachine):
         both = self.some([source, to])
         if source == to or len(both) < 2 or any(self.keep[one] != "" for one in both):
             return
-        self.buffers[to].copy_from(self.buffers[source])
         size = min(self.buffers[to].size, self.buffers[source].size)
+        self.buffers[to].copy_from(self.buffers[source], size=size)
         self.bytes[to][:size] = self.bytes[source][:size]
         self.known[to] = self.known[source] and (self.known[to] or size == self.buffers[to].size)
 
