@@ -107,9 +107,8 @@ class Arena:
         unmap = pages.unmapping()
         while self._going:
             start, size = self._going[-1]
-            del self._going[
-                -1
-            ]  # noted before: others may have the addresses as soon as the call has returned
+            # Noted before: others may have the addresses as soon as the call has returned.
+            del self._going[-1]
             unmap(start, size)
 
     def _unlocked(self) -> list[tuple[int, int]]:

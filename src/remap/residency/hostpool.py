@@ -82,7 +82,9 @@ class HostPool:
     def wait(self) -> None:
         """Wait until everything is done that is being prepared or given back in the background."""
         with self._lock:
-            jobs = [slab.job for arena in self._arenas.values() for slab in arena.slabs if slab.job]
+            slabs = [slab for arena in self._arenas.values() for slab in arena.slabs]
+            # The one before as well: an interrupt may have left the newest cancelled, which waits for nothing.
+            jobs = [job for slab in slabs for job in (slab.filling, slab.job) if job]
         for job in jobs:
             job.wait()
 

@@ -71,9 +71,8 @@ def start(tasks: list[Task], workers: int) -> None:
         try:
             threading.Thread(target=_work, args=(left,), name="remap-host-memory", daemon=False).start()
         except RuntimeError as error:
-            if (
-                not number or error.__context__ is not None
-            ):  # an interrupt in the middle comes out as one, too
+            # An interrupt in the middle comes out as one, too.
+            if not number or error.__context__ is not None:
                 raise
             break
 

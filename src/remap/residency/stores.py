@@ -34,9 +34,8 @@ class Asleep:
 
     __slots__ = ("_epoch", "extent", "file", "keep", "stale")
 
-    _process = (
-        lifetime.Resource._process
-    )  # not by a name of the module, which may be gone when the process ends
+    # Not by a name of the module, which may be gone when the process ends.
+    _process = lifetime.Resource._process
 
     def __init__(self, keep: Keep, extent: Extent | None = None, file: DiskFile | None = None) -> None:
         self.keep = keep
