@@ -61,11 +61,11 @@ def pause(
     if it is kept in the same way.
 
     A failure before the first memory is given back changes nothing. After it, all buffers of the call end paused with
-    their backups intact, and the error says so. Raises `InUseError` while a CPU view, or another thread in the middle
-    of a call, uses a buffer (`wait` seconds are waited for them to let go, before that), while a stream to be waited
-    for is being captured, and for memory that is shared unless `detach=True`;
-    `OutOfMemoryError` where host memory is short, `DiskError`, `PausedError`. On a device that shares its memory with
-    the CPU, "host" would free nothing: the buffers stay mapped, and the result says so.
+    their backups intact, and the error says so. Raises `InUseError` if a CPU view, or another thread in the middle of a
+    call, uses a buffer and has not let go after `wait` seconds, while a stream to be waited for is being captured, and
+    for memory that is shared unless `detach=True`; `OutOfMemoryError` where host memory is short, `DiskError`,
+    `PausedError`. On a device that shares its memory with the CPU, "host" would free nothing: the buffers stay mapped,
+    and the result says so.
     """
     start = time.perf_counter()
     drain()

@@ -297,7 +297,7 @@ def _wait_for_memory(buffers: list[Buffer], deadline: float, pause: float) -> No
 
 
 def _needed(buffers: Iterable[Buffer]) -> dict[Location, int]:
-    """Return how many bytes stand behind buffers that are awake, at each place."""
+    """Return how many bytes stand behind the buffers when they are awake, at each place."""
     needed: dict[Location, int] = {}
     for buffer in buffers:
         for chunk in buffer._chunks:

@@ -69,7 +69,7 @@ def named(what: Targets, doing: str) -> list[Buffer]:
     if isinstance(what, Mapping):
         raise InvalidValueError(
             f"a mapping to be {doing}",
-            rule="what it keeps of each was said when that was paused",
+            rule="only remap.pause takes what is to be kept of each",
             next_step="Name buffers, groups or tags alone: list(mapping)",
         )
     return list(chosen(what, None))
