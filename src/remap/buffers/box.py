@@ -27,7 +27,8 @@ class PoolMemory(FixedMemory):
     """Bytes of a device's memory pool, from a point in one stream, its home, to another one there.
 
     Work that remap queues on other streams waits for the home stream first, and the free comes after all of it; the
-    host waits for none of that. Source: cuMemAllocAsync, cuMemFreeAsync.
+    host waits for none of that, unless another library has closed the home stream: then for the device. Source:
+    cuMemAllocAsync, cuMemFreeAsync.
     """
 
     kind: ClassVar[str] = "pool memory"
@@ -50,14 +51,16 @@ class PoolMemory(FixedMemory):
         self._opened()
 
     def close(self, *, after: After = Known.STREAMS) -> None:
-        """Free the memory in stream order; never waits. Closing again does nothing.
+        """Free the memory in stream order, without a wait but for streams that other libraries have closed.
+
+        Closing again does nothing.
 
         The free comes after all work on it that remap saw, on whatever stream. `after=` names a stream or an event
         that it is to come after instead, or None: the caller's promise that the home stream's order is enough. Where
         the address was given away remap cannot see who uses it: let those streams `use` the memory. Raises
         `InUseError`, and stays open, under a capture and while arrays of other libraries view it.
         """
-        if self.home.gone() and captures_running():
+        if self._open and self.home.gone() and captures_running():
             raise InUseError(
                 f"closing {self.kind} {self.serial}",
                 rule="its stream was closed by its library, so that the device is waited for, and that would break "
