@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Self, TypeAlias
 
-from remap.errors import ContextLostError, InUseError, RemapError, context_lost
+from remap.errors import ContextLostError, InUseError, context_lost
 
 Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """One driver call of a release: a bound method and its arguments."""
@@ -110,5 +110,5 @@ def undo(error: BaseException, call: Callable[..., Any], /, *arguments: Any) -> 
     """Take a step back after `error`, which the caller raises again; a failure of it becomes a note there."""
     try:
         call(*arguments)
-    except RemapError as second:
+    except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to raise
         error.add_note(f"while undoing: {second}")
