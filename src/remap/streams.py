@@ -283,7 +283,7 @@ class Queue:
 
     def _was_destroyed(self, error: DriverError) -> bool:
         """Tell whether a stream of another library has gone though its object goes on naming it."""
-        ours = self.owner is None or isinstance(self.owner, Resource)
+        ours = self.owner is None or issubclass(type(self.owner), Resource)
         return error.code == CudaResult.INVALID_HANDLE and not ours
 
 

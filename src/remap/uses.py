@@ -43,7 +43,7 @@ class Uses:
             if queue.gone():
                 self._lost[queue.device] = None
                 if self._streams.get(key) is queue:
-                    del self._streams[key]
+                    self._streams.pop(key, None)  # another thread may have found it, too
 
     def add(self, queue: Queue, keep: object = None) -> None:
         """Note work just queued; `keep` stays alive until the next wait (the host side of a copy)."""
