@@ -345,9 +345,10 @@ def reserve_range(driver: Any, size: int, alignment: int = 0, hint: int = 0) -> 
     """Reserve addresses and return the first; an error says that addresses ran out, and not memory.
 
     CUDA takes reservations below 32 MiB out of a range that it holds already, whatever the hint, unless an alignment
-    asks for more than that range gives (seen on H200 with 1 GiB); so a hint that has one comes with it, first.
+    asks for more than that range gives (seen on H200 with 1 GiB). So a hint at a multiple of 1 GiB is asked for with
+    that alignment.
     """
-    if hint:  # a wish, whatever a driver makes of it
+    if hint:  # a wish: where there is no room for it, any other place will do
         with suppress(OutOfAddressSpaceError):
             return int(driver.reserve(size, alignment if hint % GiB else max(alignment, GiB), hint))
     try:

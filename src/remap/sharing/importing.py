@@ -33,7 +33,7 @@ from remap.sizes import MiB, format_size
 from remap.spans import Chunk
 from remap.types import Access, AllocationProperties, Facts, Held, Location, LocationKind
 
-HEEDED = 32 * MiB
+_HEEDED = 32 * MiB
 """How much is reserved to get a certain address: where CUDA puts less, a hint does not decide (`reserve_range`)."""
 
 _WRITE_STEP = 'Open it again with access="rw", which its exporter must have offered: export(..., access="rw")'
@@ -114,8 +114,9 @@ class ImportedBuffer(Buffer):
             check_reach(driver, users, places)
             grants = tuple((user, access) for user in users)
             total = shared.mapped_size
-            self._base, self._reserved = at, _ = self._reserve(total, same_address, hint)
-            rollback.undo(driver.free_range, at, self._reserved)
+            at, reserved = self._reserve(total, same_address, hint)
+            rollback.undo(driver.free_range, at, reserved)
+            self._base, self._reserved = at, reserved
             self._mapped, self._address = total, at + shared.offset
             for index, (handle, chunk) in enumerate(imported):
                 map_whole(driver, at, chunk.size, handle)
@@ -137,7 +138,7 @@ class ImportedBuffer(Buffer):
         wanted = self.descriptor.address - self.descriptor.offset if same_address else hint
         refused: DriverError | None = None
         elsewhere = False
-        for size in dict.fromkeys((total, max(total, HEEDED))) if wanted > 0 else ():
+        for size in dict.fromkeys((total, max(total, _HEEDED))) if wanted > 0 else ():
             try:
                 found = reserve_range(self._driver, size, 0, wanted)
             except ContextLostError:
@@ -149,9 +150,9 @@ class ImportedBuffer(Buffer):
                 return found, size
             self._driver.free_range(found, size)
             elsewhere = True
-        if same_address and refused is not None and not elsewhere:
-            raise refused
         if same_address:
+            if refused is not None and not elsewhere:
+                raise refused
             raise ShareError(
                 f"{format_size(total)} at {wanted:#x}, where the exporter has it",
                 rule="something else of this process lies there",
