@@ -400,7 +400,7 @@ BILLION = Shape(layers=22, width=2048, heads=32, kv_heads=4, inner=5632, vocabul
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, report, and return 0 if every token was right."""
+    """Run, report, and return 0 if every token was right and the budget was kept."""
     whole = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=whole)
     parser.add_argument("--billion", action="store_true", help="a billion parameters each (on a GPU)")

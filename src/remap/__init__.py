@@ -306,7 +306,7 @@ def __getattr__(name: str) -> Any:
             with _loading():
                 return importlib.import_module(f"remap.{_MODULES[name]}")
         except ImportError as error:
-            # Whoever looks around (help, hasattr, inspect) catches this; `import` says the first.
+            # Whoever looks around (help, hasattr, inspect) expects this one; `import remap.torch` raises the first.
             raise AttributeError(str(error)) from error
     try:
         module, there = _NAMES[name]

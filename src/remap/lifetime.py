@@ -282,9 +282,8 @@ Operations look whether it is empty, so that nobody pays who is not watched. A t
 
 def leave(driver: Any) -> None:
     """Let nothing new of a driver come to life."""
-    left[id(driver)] = weakref.ref(
-        driver, partial(left.pop, id(driver))
-    )  # which the reference is a default to
+    # The reference passes itself to the call: what `pop` returns where there is nothing.
+    left[id(driver)] = weakref.ref(driver, partial(left.pop, id(driver)))
 
 
 def enter(driver: Any) -> None:

@@ -262,8 +262,9 @@ def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[
             f"Write {what}={number if number.isdecimal() else 0} for that device, remap.Host() for the host"
         )
         raise TypeError(f"{what} is a device, a location or several of them, not {where!r}. {step}")
-    single = isinstance(where, Device | Location) or not isinstance(where, Iterable)
-    named: tuple[Any, ...] = (where,) if single else tuple(where)  # type: ignore[arg-type]
+    named: tuple[Any, ...] = (
+        (where,) if isinstance(where, Device | Location) or not isinstance(where, Iterable) else tuple(where)
+    )
     if None in named:  # `location` would take it as the default device
         raise TypeError(
             f"{what} names devices and locations, and None is neither. Write 0 for the first device"

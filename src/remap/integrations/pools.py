@@ -135,9 +135,9 @@ class Pool:
             finally:
                 if self.options.release == "region":
                     routing.let_all_go(taken)
-                while taken:
-                    at, one = taken.popitem()
-                    self._routes[at].put(one)
+                else:
+                    for at, one in taken.items():
+                        self._routes[at].put(one)
 
     @contextmanager
     def graph(self, graph: Any, *, pool: Any = None, **options: Any) -> Generator[Pool]:
