@@ -270,3 +270,35 @@ def test_a_library_that_closed_a_stream_and_captures_another(stage: Stage, way: 
                 buffer._uses.join(as_stream(other, remap.device(0)))
         capture.graph.close()
         box.close()
+
+
+def test_a_free_of_graph_memory_that_is_refused(stage: Stage) -> None:
+    """What would wait for the device under a capture is refused; the memory stays open, and is freed after it."""
+    with remap.Stream(0) as captured, remap.Stream(0) as other, remap.Graph(0) as graph:
+        allocation = graph.alloc(SIZE)
+        with graph.instantiate() as executable:
+            executable.launch(other)
+            memory, stream = allocation.memory, remap.Stream(0)
+            stream.wait(other)
+            memory.fill(1, stream=Library(stream))
+            stream.close()
+            with remap.capture(captured) as capture, pytest.raises(InUseError, match="closed by its library"):
+                memory.free(other)
+            capture.graph.close()
+            assert not memory.closed
+            memory.free(other)
+            assert memory.closed
+            other.synchronize()
+    remap.graph_memory(0).trim()
+
+
+def test_a_closed_box_under_a_capture(stage: Stage) -> None:
+    """Closing it again does nothing, even where its home stream was closed by its library (invariant 3)."""
+    with remap.Stream(0) as captured:
+        stream = remap.Stream(0)
+        box = remap.DeviceBox.empty(8, device=0, stream=Library(stream))
+        stream.close()
+        box.close()
+        with remap.capture(captured) as capture:
+            box.close()
+        capture.graph.close()

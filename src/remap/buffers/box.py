@@ -72,14 +72,13 @@ class PoolMemory(FixedMemory):
                 self._known_uses.settle()
             super().close()
             return
-        release = self._begin_close()
-        if release is not None:
-            release.steps = (
-                [(_free, (self.device, self.home, self._address, None, after))] if self._size else []
-            )
-            self._finish_close(release)
-            if self._known_uses is not None:
-                self._known_uses.forget()
+
+        def after_that(release: Release) -> None:
+            if self._size:
+                release.steps = [(_free, (self.device, self.home, self._address, None, after))]
+
+        if self._close(after_that) and self._known_uses is not None:
+            self._known_uses.forget()
 
     @contextmanager
     def use(self, stream: StreamLike) -> Generator[int]:

@@ -191,20 +191,23 @@ class GraphMemory(Span):
         return (Held(self._address, self._size, self.device.location, None, rights, "graph"),)
 
     def free(self, stream: StreamLike | None = None) -> None:
-        """Free it once a stream has come to this point; the host does not wait. Source: cuMemFreeAsync."""
+        """Free it once a stream has come to this point; the host does not wait. Source: cuMemFreeAsync.
+
+        It waits for the device if another library has closed a stream that used it, and raises `InUseError`, with
+        nothing changed, if a capture is running then.
+        """
         queue = as_stream(stream, self.device)
         driver = self._driver
         if not isinstance(driver, SupportsPools):
             raise missing("memory_pools", f"free of {self.describe()} in stream order")
-        release = self._begin_close()
-        if release is None:
-            return
-        if self._known_uses:
-            self._known_uses.join(queue)
-        release.wait = None
-        release.steps = [(in_context, (self.device, driver.pool_free, self._address, queue.handle))]
-        self._finish_close(release)
-        if self._known_uses is not None:
+
+        def in_order(release: Release) -> None:
+            if self._known_uses:
+                self._known_uses.join(queue)
+            release.wait = None
+            release.steps = [(in_context, (self.device, driver.pool_free, self._address, queue.handle))]
+
+        if self._close(in_order) and self._known_uses is not None:
             self._known_uses.forget()
 
     def _end(self) -> None:
