@@ -130,16 +130,12 @@ def releases() -> dict[str, float]:
             for busy in (False, True):
                 # Closing a buffer waits, and so the next one would be idle.
                 count = 1 if busy and name == "DeviceBuffer" else 32
-                figures[f"{name}, {'work under way' if busy else 'idle'}"] = round(
-                    statistics.median(
-                        time
-                        for _ in range(5)
-                        for time in _closes(
-                            [make() for _ in range(count)], stream, spin if busy else None, stamps, ticks
-                        )
-                    ),
-                    1,
-                )
+                times: list[float] = []
+                for _ in range(5):
+                    memory = [make() for _ in range(count)]
+                    times += _closes(memory, stream, spin if busy else None, stamps, ticks)
+                state = "work under way" if busy else "idle"
+                figures[f"{name}, {state}"] = round(statistics.median(times), 1)
     return figures
 
 
