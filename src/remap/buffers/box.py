@@ -268,17 +268,19 @@ def _free(at: Device, home: Queue, address: int, uses: Uses | None, after: Strea
         at.synchronize()
     with home.kept() as there:
         lent = None if there and not home.transient else borrow(at)
-        if lent is not None:
-            home = Queue(lent.handle, at, lent)
-        if uses is not None:
-            uses.join(home)
-        with at.current():
-            if isinstance(after, Event):
-                driver.wait_event(home.handle, after.handle)
-            elif after is not None:
-                home.follow(as_stream(after, at))
-            driver.pool_free(address, home.handle)
+        try:
+            if lent is not None:
+                home = Queue(lent.handle, at, lent)
+            if uses is not None:
+                uses.join(home)
+            with at.current():
+                if isinstance(after, Event):
+                    driver.wait_event(home.handle, after.handle)
+                elif after is not None:
+                    home.follow(as_stream(after, at))
+                driver.pool_free(address, home.handle)
+        finally:
+            if lent is not None:
+                lent.give_back()
     if uses is not None:
         uses.forget()
-    if lent is not None:
-        lent.give_back()
