@@ -94,6 +94,17 @@ def test_a_pause_waits_for_others_to_let_go(stage: Stage) -> None:
         remap.use(stage.recording)
 
 
+def test_a_pause_does_not_wait_for_other_processes(stage: Stage) -> None:
+    """Shared memory stays shared however long one waits, so that is refused at once."""
+    with remap.allocate(SIZE, shareable="posix_fd") as buffer:
+        with (
+            remap.export(buffer),
+            pytest.raises(remap.InUseError, match="other processes hold its memory"),
+        ):
+            remap.pause(buffer, wait=3600)
+        assert not buffer.paused
+
+
 class Blocking(Faulty):
     """A driver whose fills wait until they are let."""
 

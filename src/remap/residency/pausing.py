@@ -63,7 +63,7 @@ def pause(
     A failure before the first memory is given back changes nothing. After it, all buffers of the call end paused with
     their backups intact, and the error says so. Raises `InUseError` if a CPU view, or another thread in the middle of a
     call, uses a buffer and has not let go after `wait` seconds, while a stream to be waited for is being captured, and
-    for memory that is shared unless `detach=True`; `OutOfMemoryError` where host memory is short, `DiskError`,
+    at once for memory that is shared unless `detach=True`; `OutOfMemoryError` where host memory is short, `DiskError`,
     `PausedError`. On a device that shares its memory with the CPU, "host" would free nothing: the buffers stay mapped,
     and the result says so.
     """

@@ -113,7 +113,8 @@ def held(
 ) -> Generator[None]:
     """Keep everyone else from the buffers for a block.
 
-    Raises `InUseError` if something uses one of them, at the deadline still; none of them is held while it waits.
+    Raises `InUseError` if something uses one of them, at the deadline still; none of them is held while it waits. It
+    does not wait for other processes to let go, which nobody here can see.
     """
     # Not an `ExitStack`: an interrupt in the middle of it would leave them held until cycles are collected.
     taken: list[AbstractContextManager[None]] = []
@@ -124,7 +125,8 @@ def held(
                     _take(buffer, doing, detach, taken)
                 break
             except InUseError:
-                if time.perf_counter() >= deadline:
+                shared = not detach and any(buffer._shared for buffer in buffers)
+                if shared or time.perf_counter() >= deadline:
                     raise
                 while taken:
                     taken.pop().__exit__(None, None, None)
