@@ -140,8 +140,9 @@ class PageChoice:
     """Whether large or small pages are sooner ready, by how long the latest slabs took: it differs, and changes.
 
     Large ones are fewer to touch and to lock. But they do not everywhere get faster with the threads that touch them
-    (H200: 16 threads touch 8 GB/s of large pages and 21 of small ones), and where a virtual machine gets its own
-    memory only when it is touched, fresh large ones take many times as long as those that were in use before.
+    (on an H200 16 threads touched 8 GB/s of large pages and 21 of small ones on one day, 46 and 33 on the next), and
+    where a virtual machine gets its own memory only when it is touched, fresh large ones take many times as long as
+    those that were in use before.
     """
 
     _EACH = 8  # slabs of each kind that are compared; and one in so many tries the kind that was slower

@@ -1,9 +1,9 @@
 """The host memory that backups live in: one pool per process, page-locked, near the device, and given back on time.
 
-Fresh host memory is slow: its pages are touched at about a tenth of the link's speed, and then have to be locked. So
-there is a choice that cannot be had both ways. Memory that is given back at each resume costs the touching again at
-the next pause (the default); memory that is kept, with `resume(keep_host=True)` or `host_pool(prepare=)`, makes every
-pause run at the speed of the link.
+Fresh host memory is slow: one thread touches its pages at less than a tenth of the link's speed, and then they have to
+be locked, so that a pause ran at a fifth of it (H200, 16 threads). So there is a choice that cannot be had both ways.
+Memory that is given back at each resume costs the touching again at the next pause (the default); memory that is kept,
+with `resume(keep_host=True)` or `host_pool(prepare=)`, makes every pause run at the speed of the link.
 
 The pool is one long range of addresses for each NUMA node, in slabs of 32 MiB that are touched, locked and given back
 as a whole, several at a time in background threads, in the order of addresses: a backup copies into the first ones
