@@ -7,10 +7,12 @@ import gc
 import linecache
 import os
 import platform
+import shutil
 import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +109,11 @@ def _beside_others(config: pytest.Config) -> None:
     config.stash[_turns] = Turns(Path(config.option.basetemp).parent)  # pytest-xdist gives each one below it
     # Whoever exports removes the sockets that the dead have left in the user's directory: also those that a test of
     # another process has killed somebody for. So each has a directory of its own, which other users may enter as /tmp.
-    own = tempfile.TemporaryDirectory(prefix="remap-tests-", ignore_cleanup_errors=True)
-    config.add_cleanup(own.cleanup)
-    Path(own.name).chmod(0o755)
-    os.environ["TMPDIR"] = tempfile.tempdir = own.name
+    own = tempfile.mkdtemp(prefix="remap-tests-")
+    # The last of what multiprocessing does at its end: it has a directory of its own in there (at priority -100).
+    Finalize(None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200)
+    Path(own).chmod(0o755)
+    os.environ["TMPDIR"] = tempfile.tempdir = own
     # From Python 3.13 on, the text of the `python -c` that this process began with is taken for that of any exec().
     linecache.cache.pop("<string>", None)
 
