@@ -45,7 +45,7 @@ class End:
 
 
 class Kept:
-    """A block that keeps a handle. A class, since a generator takes longer than the driver for what it is used for."""
+    """A block that keeps a handle. A class and not a generator, as it is entered at every use."""
 
     __slots__ = ("_end", "_kept")
 
