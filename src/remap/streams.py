@@ -228,7 +228,7 @@ class Queue:
         The driver is not asked: it takes the handle for an address, and the process ends if nothing is there. Not under
         a lock, as this calls others' code.
         """
-        if not self._gone and not issubclass(type(self.owner), Resource | StreamCalls):
+        if not self._gone and not issubclass(type(self.owner), (Resource, StreamCalls)):
             try:
                 ask: Callable[[], tuple[int, int]] | None = getattr(self.owner, "__cuda_stream__", None)
                 self._gone = ask is not None and int(ask()[1]) != self.handle

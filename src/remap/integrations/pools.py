@@ -289,10 +289,10 @@ class _Block(Bytes):
 
     def __init__(self, pool: PoolMemory, segment: AdoptedBuffer, size: int) -> None:
         super().__init__(segment.record.address, size, segment)
-        self._pool = pool
+        self._pool, self._segment = pool, segment
 
     def __del__(self) -> None:
-        self._pool.free_later(self.owner)  # type: ignore[arg-type]
+        self._pool.free_later(self._segment)
 
 
 class _Inside(threading.local):
