@@ -7,6 +7,7 @@ Run with `PYTHONPATH=src:. python benchmarks/foundation.py`. Expected before the
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,17 @@ def raw_access(device: int) -> Any:
     access.location = raw_properties(device).location
     access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     return access
+
+
+class PlainMemory:
+    """Memory of `cuMemAlloc`."""
+
+    def __init__(self, size: int) -> None:
+        self.address = int(check(cu.cuMemAlloc(size)))
+
+    def close(self) -> None:
+        """Give it back."""
+        check(cu.cuMemFree(self.address))
 
 
 class RawMemory:
@@ -115,49 +127,62 @@ class VectorAdd:
         return 12 * count / statistics.median(times) / 1e6
 
 
+class Shapes:
+    """The kinds of memory to compare: each makes three ranges of `size` bytes and says how to give them back."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.makers: dict[str, Callable[[], list[Any]]] = {
+            "plain": lambda: [PlainMemory(size) for _ in range(3)],
+            "raw, one chunk": lambda: [RawMemory([(0, size)], [0]) for _ in range(3)],
+            "one chunk": lambda: [remap.allocate(size) for _ in range(3)],
+            "2 MiB chunks": lambda: [self._grown(2 * MiB) for _ in range(3)],
+            "64 MiB chunks": lambda: [self._grown(64 * MiB) for _ in range(3)],
+        }
+        if len(remap.devices()) > 1:
+            stripes = [(0, size // 2), (1, size // 2)]
+            self.makers["raw, resident 0 and 1"] = lambda: [RawMemory(stripes, [0]) for _ in range(3)]
+            self.makers["resident 0 and 1"] = lambda: [
+                remap.allocate(size, resident=[0, 1], accessing=[0]) for _ in range(3)
+            ]
+
+    def _grown(self, chunk: int) -> Any:
+        buffer = remap.ElasticBuffer(capacity=self.size, device=0, chunk=chunk)
+        buffer.resize(self.size)
+        return buffer
+
+
 def vector_add() -> dict[str, Any]:
-    """Compare the bandwidth over remap's memory of several shapes with plain memory, or with the same raw calls."""
-    add, size = VectorAdd(), 1 * GiB
-    two = len(remap.devices()) > 1
-    shapes: dict[str, Any] = {
-        "plain": lambda: None,
-        "one chunk": lambda: remap.allocate(size),
-        "2 MiB chunks": lambda: remap.ElasticBuffer(capacity=size, device=0, chunk=2 * MiB),
-        "64 MiB chunks": lambda: remap.ElasticBuffer(capacity=size, device=0, chunk=64 * MiB),
-    }
-    if two:
-        shapes["raw, resident 0 and 1"] = lambda: RawMemory([(0, size // 2), (1, size // 2)], [0])
-        shapes["resident 0 and 1"] = lambda: remap.allocate(size, resident=[0, 1], accessing=[0])
-    figures: dict[str, Any] = {}
+    """Compare the bandwidth over remap's memory of several shapes with plain memory, or with the same raw calls.
+
+    The shapes take turns for nine rounds, with new memory in each: what the GPU's clock and the places in its memory
+    do hits all alike. Medians of the rounds' medians, and the least and the most of them.
+    """
+    add, shapes = VectorAdd(), Shapes(1 * GiB)
+    size = shapes.size
     data = np.random.default_rng(0).random(size // 4, dtype=np.float32)
-    for name, make in shapes.items():
-        if name == "plain":
-            addresses = [int(check(cu.cuMemAlloc(size))) for _ in range(3)]
-            held: list[Any] = []
-        else:
-            if "MiB chunks" in name and not hasattr(remap, "ElasticBuffer"):
-                continue
-            held = [make() for _ in range(3)]
-            for buffer in held:
-                if hasattr(buffer, "resize"):
-                    buffer.resize(size)
-            addresses = [buffer.address for buffer in held]
-        for address in addresses[:2]:
-            check(cu.cuMemcpyHtoD(address, data.ctypes.data, size))
-        figures[f"{name}, GB/s"] = add.bandwidth(*addresses, size // 4)
-        for buffer in held:
-            buffer.close()
-        if not held:
-            for address in addresses:
-                check(cu.cuMemFree(address))
-    plain = figures["plain, GB/s"]
+    source = PlainMemory(size)
+    check(cu.cuMemcpyHtoD(source.address, data.ctypes.data, size))
+    rates: dict[str, list[float]] = {name: [] for name in shapes.makers}
+    for _ in range(9):
+        for name, make in shapes.makers.items():
+            held = make()
+            for one in held[:2]:
+                check(cu.cuMemcpyDtoD(one.address, source.address, size))
+            a, b, c = (one.address for one in held)
+            rates[name].append(add.bandwidth(a, b, c, size // 4))
+            for one in held:
+                one.close()
+    source.close()
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    figures: dict[str, Any] = {f"{name}, GB/s": value for name, value in medians.items()}
+    figures["least and most, GB/s"] = {name: [min(values), max(values)] for name, values in rates.items()}
     figures["ratios to plain"] = {
-        name: value / plain for name, value in figures.items() if "chunk" in name and name.endswith("GB/s")
+        f"{name}, GB/s": value / medians["plain"] for name, value in medians.items() if "chunk" in name
     }
-    if two:
-        figures["ratio to raw, two devices"] = (
-            figures["resident 0 and 1, GB/s"] / figures["raw, resident 0 and 1, GB/s"]
-        )
+    figures["ratio to raw, one chunk"] = medians["one chunk"] / medians["raw, one chunk"]
+    if "resident 0 and 1" in medians:
+        figures["ratio to raw, two devices"] = medians["resident 0 and 1"] / medians["raw, resident 0 and 1"]
     return figures
 
 

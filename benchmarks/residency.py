@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
@@ -35,6 +35,8 @@ from remap.residency.arenas import SLAB
 from remap.types import Access, AllocationProperties
 
 REPEATS = 5
+CLEARED = 0.06
+"""Seconds after which the device has cleared 8 GiB."""
 
 
 def median(times: Sequence[float]) -> float:
@@ -168,30 +170,47 @@ def raw_cycle(count: int, size: int, rest: float) -> float:
     return median(times[1:])
 
 
-def raw_calls(sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the seconds of unmap + release, and of create + map + access, over buffers of one chunk each."""
-    driver, place = remap.driver(), remap.device(0).location
-    properties, grants = AllocationProperties(place), ((place, Access.READ_WRITE),)
-    addresses = [driver.reserve(size) for size in sizes]
-    handles: list[int] = []
+class RawBuffers:
+    """Buffers of one chunk each, made and taken away by raw calls; without memory at first."""
 
-    def give() -> None:
-        for address, size in zip(addresses, sizes, strict=True):
-            handle = driver.create(size, properties)
+    def __init__(self, count: int, size: int) -> None:
+        self._driver, self._size = remap.driver(), size
+        place = remap.device(0).location
+        self._properties, self._grants = AllocationProperties(place), ((place, Access.READ_WRITE),)
+        self._addresses = [self._driver.reserve(size) for _ in range(count)]
+        self._handles: list[int] = []
+
+    def give(self) -> None:
+        """Create, map and set access for each."""
+        driver, size = self._driver, self._size
+        for address in self._addresses:
+            handle = driver.create(size, self._properties)
             driver.map(address, size, handle)
-            driver.set_access(address, size, grants)
-            handles.append(handle)
+            driver.set_access(address, size, self._grants)
+            self._handles.append(handle)
 
-    def take() -> None:
-        for address, size, handle in zip(addresses, sizes, handles, strict=True):
-            driver.unmap(address, size)
-            driver.release(handle)
-        handles.clear()
+    def take(self) -> None:
+        """Unmap and release each."""
+        for address, handle in zip(self._addresses, self._handles, strict=True):
+            self._driver.unmap(address, self._size)
+            self._driver.release(handle)
+        self._handles.clear()
 
-    times = [(seconds(give), seconds(take)) for _ in range(REPEATS + 1)][1:]
-    for address, size in zip(addresses, sizes, strict=True):
-        driver.free_range(address, size)
-    return median([one[1] for one in times]), median([one[0] for one in times])
+    def close(self) -> None:
+        """Free the addresses; the memory is gone already."""
+        for address in self._addresses:
+            self._driver.free_range(address, self._size)
+
+
+def raw_release(count: int, size: int) -> float:
+    """Return the seconds of unmap + release, over buffers of one chunk each."""
+    raw = RawBuffers(count, size)
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
+        raw.give()
+        times.append(seconds(raw.take))
+    raw.close()
+    return median(times[1:])
 
 
 def cycles(buffers: Buffers, repeats: int, rest: float = 0.0, **options: Any) -> tuple[float, float]:
@@ -211,7 +230,7 @@ def shape(count: int, size: int, rate: dict[str, float], touched: float, ready: 
     """Measure one shape of buffers with every setting of the pool."""
     pool = remap.host_pool()
     found: dict[str, Any] = {}
-    free, _ = raw_calls([size] * count)
+    free = raw_release(count, size)
     raw, raw_rested = raw_cycle(count, size, 0.0), raw_cycle(count, size, REST)
     with Buffers(count, size) as buffers:
         total = buffers.size
@@ -251,25 +270,41 @@ def shape(count: int, size: int, rate: dict[str, float], touched: float, ready: 
 
 
 def without_backup(total: int) -> dict[str, Any]:
-    """Measure pause and resume with keep=None, against the raw calls over the same chunks."""
+    """Measure pause and resume with keep=None, in turn with the raw calls over as many chunks.
+
+    Each begins when the device has cleared what the one before gave back.
+    """
     found: dict[str, Any] = {}
     for count in (1, 32, 128):
         size = total // count
-        free, make = raw_calls([size] * count)
+        raw = RawBuffers(count, size)
+        raw.give()
         with Buffers(count, size) as buffers, remap.ElasticBuffer(total, chunk=size) as one:
             one.resize(total)
-            for name, what in (("buffers", buffers.all), ("chunks of one buffer", [one])):
-                slept: list[float] = []
-                woken: list[float] = []
-                for _ in range(2 * REPEATS):
-                    slept.append(seconds(lambda: remap.pause(what, None)))  # noqa: B023
-                    woken.append(seconds(lambda: remap.resume(what)))  # noqa: B023
-                found[f"{count} {name}"] = {
-                    "pause, ms": median(slept) * 1e3,
-                    "resume, ms": median(woken) * 1e3,
-                    "pause, of the raw calls": median(slept) / free,
-                    "resume, of the raw calls": median(woken) / make,
-                }
+            calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+                "raw": (raw.take, raw.give),
+                "buffers": (partial(remap.pause, buffers.all, None), partial(remap.resume, buffers.all)),
+                "chunks of one buffer": (partial(remap.pause, one, None), partial(remap.resume, one)),
+            }
+            slept: dict[str, list[float]] = {name: [] for name in calls}
+            woken: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(2 * REPEATS):
+                for name, (away, back) in calls.items():
+                    slept[name].append(seconds(away))
+                    time.sleep(CLEARED)
+                    woken[name].append(seconds(back))
+                    time.sleep(CLEARED)
+            raw.take()
+        raw.close()
+        free, make = median(slept["raw"]), median(woken["raw"])
+        found[f"{count} raw"] = {"pause, ms": free * 1e3, "resume, ms": make * 1e3}
+        for name in list(calls)[1:]:
+            found[f"{count} {name}"] = {
+                "pause, ms": median(slept[name]) * 1e3,
+                "resume, ms": median(woken[name]) * 1e3,
+                "pause, of the raw calls": median(slept[name]) / free,
+                "resume, of the raw calls": median(woken[name]) / make,
+            }
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 import remap
 from remap import MiB, drivers
 from remap.residency import pages
-from remap.residency.arenas import SLAB, PageChoice
+from remap.residency.arenas import SLAB, STRETCH, PageChoice
 from remap.residency.hostpool import _WORKERS as WORKERS
 from remap.residency.hostpool import HostPool
 from remap.testing.stage import Stage
@@ -227,22 +227,29 @@ def test_no_room_for_more_data(pool: HostPool) -> None:
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_pages_are_those_that_are_sooner_ready(faster: bool) -> None:
-    """Both kinds of pages are tried in turn; the faster is taken then, and the other tried now and again."""
+    """Large pages come first, then the small are tried; the faster are taken then, the others tried now and again."""
     choice = PageChoice()
-    trials: list[bool] = []
-    while choice.large is None:
-        large, trial = choice.next()
-        assert trial
-        trials.append(large)
+    assert [choice.next() for _ in range(3)] == [True, False, True]
+    for large in (True, False):
         choice.note(large, 1.0 if large is faster else 2.0)
-    assert trials == [True, False] * (len(trials) // 2)
     later = [choice.next() for _ in range(64)]
-    assert {large for large, trial in later if not trial} == {faster}
-    assert {large for large, trial in later if trial} == {not faster}
-    assert 0 < sum(trial for _, trial in later) <= 8
+    assert later.count(not faster) == 4
     for _ in range(8):  # it changes its mind when the times do
         choice.note(faster, 3.0)
     assert choice.large is not faster
+
+
+def test_a_stretch_has_one_kind_of_pages(pool: HostPool) -> None:
+    """Whoever asks decides for the slabs around it, and for them alone, until somebody asks again."""
+    with pool._lock:
+        arena = pool._arena(remap.device(0))
+        first, beside, behind = (arena.slab(index) for index in (STRETCH, STRETCH + 1, 2 * STRETCH))
+    assert arena.pages_of(first, None), "large ones are what it begins with"
+    assert not arena.pages_of(first, lambda: False)
+    assert not arena.pages_of(beside, None)
+    assert arena.pages_of(behind, None)
+    assert arena.pages_of(beside, lambda: True)
+    assert arena.pages_of(first, None)
 
 
 @pytest.mark.parametrize("again", [False, True])

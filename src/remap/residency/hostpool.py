@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -112,7 +112,7 @@ class HostPool:
                 fresh = list(islice((slab for slab in every if not slab.held), missing))
                 arena.open_up(fresh)
                 # Large pages, if they take longer: it happens in the background, and once.
-                self._commit(arena, fresh, large=True)
+                self._commit(arena, fresh, lambda: True)
             self._limit, self._prepared = bound, least
             self._shed()
 
@@ -135,7 +135,7 @@ class HostPool:
                 self._check_room(len(needed) * SLAB, f"a backup of {format_size(sum(sizes))}", self._limit)
                 arena.open_up(needed.values())
                 used = sum(extent.size for extent in extents)
-                self._commit(arena, [needed[address] for address in sorted(needed)])
+                self._commit(arena, [needed[address] for address in sorted(needed)], self._choice.next)
                 self._used += used
             except BaseException:
                 for extent in extents:
@@ -229,8 +229,11 @@ class HostPool:
                 next_step='Raise the limit with remap.host_pool(limit=), or pause with keep="disk" or keep=None',
             )
 
-    def _commit(self, arena: Arena, slabs: list[Slab], large: bool | None = None) -> None:
-        """Get slabs ready in the background; if no thread can be had, or an interrupt comes, they are not held."""
+    def _commit(self, arena: Arena, slabs: list[Slab], large: Callable[[], bool]) -> None:
+        """Get slabs ready in the background; if no thread can be had, or an interrupt comes, they are not held.
+
+        The first of each stretch to be filled asks whether its pages are to be `large`.
+        """
         fresh: list[tuple[Slab, Job, Job | None]] = []
         for slab in slabs:
             slab.kept = False
@@ -238,9 +241,11 @@ class HostPool:
                 self._regain(slab)  # it had not gone yet, and may still be on its way
             else:
                 fresh.append((slab, Job(), slab.job))
-        tasks: list[Task] = [
-            (job, partial(self._fill, arena, slab, before, large, job)) for slab, job, before in fresh
-        ]
+        tasks: list[Task] = []
+        asked = -1
+        for slab, job, before in fresh:
+            first, asked = arena.stretch(slab) != asked, arena.stretch(slab)
+            tasks.append((job, partial(self._fill, arena, slab, before, large if first else None, job)))
         try:
             for slab, job, _ in fresh:
                 slab.job, slab.held = job, True
@@ -294,12 +299,14 @@ class HostPool:
 
     # -- in the background --
 
-    def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: bool | None, job: Job) -> None:
+    def _fill(
+        self, arena: Arena, slab: Slab, before: Job | None, wanted: Callable[[], bool] | None, job: Job
+    ) -> None:
         if before is not None:
             before.wait()
         if self._closed or slab.pinned:  # one that could not be unlocked has its pages still
             return
-        large = arena.pages_of(slab, self._choice, large)
+        large = arena.pages_of(slab, wanted)
         begun = time.perf_counter()
         try:
             pages.touch(slab.address, SLAB)
