@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import random
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -140,9 +141,11 @@ class Service:
         return remap.torch.sleep({pool: kept[pool.rsplit(" ", 1)[1]] for pool in self.pools})
 
     def wake(self) -> Any:
-        """Wake everything; weights arrive in the order in which a step needs them."""
-        remap.torch.wake([pool for pool in self.pools if not pool.endswith("weights")], keep_host=True)
-        return remap.torch.wake(f"{self.name} weights", order=self.model.parts, events=True, keep_host=True)
+        """Wake everything; weights arrive in the order in which a step needs them, and the rest wakes beside that."""
+        weights = f"{self.name} weights"
+        arriving = remap.torch.wake(weights, order=self.model.parts, events=True, keep_host=True)
+        remap.torch.wake([pool for pool in self.pools if pool != weights], keep_host=True)
+        return arriving
 
     @torch.no_grad()
     def step(self, ready: Any = None) -> int:
@@ -250,13 +253,27 @@ class Switch:
     awake_rate: float
 
 
-def serve(services: list[Service], elastic: bool, quantum: int, show: Any) -> tuple[list[Switch], float, int]:
-    """Serve all requests, a quantum of steps for each model in turn; return the switches, seconds and tokens.
+@dataclass
+class Served:
+    """What serving took: the switches, the seconds of all and of each step, and the tokens that came of it."""
+
+    switches: list[Switch] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    generated: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.generated / self.seconds
+
+
+def serve(services: list[Service], elastic: bool, quantum: int, show: Any) -> Served:
+    """Serve all requests, a quantum of steps for each model in turn.
 
     The first model is awake, and with `elastic` the others sleep.
     """
-    switches: list[Switch] = []
-    start, generated, turn = time.perf_counter(), 0, 0
+    served, turn, start = Served(), 0, time.perf_counter()
     while any(one.busy for one in services):
         awake, slept, arriving = services[turn % len(services)], None, None
         if turn and elastic:
@@ -269,16 +286,19 @@ def serve(services: list[Service], elastic: bool, quantum: int, show: Any) -> tu
                 break
             # The first step goes layer by layer, and each waits for its own weights; plain tensors do the same.
             ready = None if number else arriving.wait_for if arriving is not None else lambda _module: None
-            generated += awake.step(ready)
+            asked = time.perf_counter()
+            served.generated += awake.step(ready)
+            served.steps.append(time.perf_counter() - asked)
             if number == 0 and arriving is not None and slept is not None:
                 first, moved = time.perf_counter() - began, arriving.wait()
-                switches.append(Switch(first, slept.bytes, slept.rate, moved.bytes, moved.rate))
+                served.switches.append(Switch(first, slept.bytes, slept.rate, moved.bytes, moved.rate))
                 arriving = None
-            show(services, awake, switches, generated)
+            show(services, awake, served)
         if arriving is not None:
             arriving.wait()
         turn += 1
-    return switches, time.perf_counter() - start, generated
+    served.seconds = time.perf_counter() - start
+    return served
 
 
 class Budget:
@@ -316,8 +336,8 @@ def shown(live: bool) -> Iterator[Any]:
 
     with Live(refresh_per_second=8) as display:
 
-        def show(services: list[Service], awake: Service, switches: list[Switch], generated: int) -> None:
-            table = Table(title=f"{generated} tokens, {len(switches)} switches")
+        def show(services: list[Service], awake: Service, served: Served) -> None:
+            table = Table(title=f"{served.generated} tokens, {len(served.switches)} switches")
             for column in ("model", "state", "waiting", "active", "finished", "cache rows", "backed"):
                 table.add_column(column)
             state = remap.torch.status()
@@ -356,12 +376,10 @@ def run(shape: Shape, most: int, options: Options, elastic: bool) -> dict[str, A
             budget.look()
             show(*state)
 
-        switches, seconds, generated = serve(services, elastic, options.quantum, looked)
+        served = serve(services, elastic, options.quantum, looked)
     found = {
         "tokens": {one.name: {done.number: done.tokens for done in one.finished} for one in services},
-        "switches": switches,
-        "seconds": seconds,
-        "generated": generated,
+        "served": served,
         "at once": max(one.most_at_once for one in services),
         "at once, static caches": max(most // shape.longest, 1),
         "weights": weights,
@@ -376,19 +394,20 @@ def run(shape: Shape, most: int, options: Options, elastic: bool) -> dict[str, A
 
 def report(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """Return what is worth telling of both runs."""
-    switches: list[Switch] = found["switches"]
-    moved = [one for one in switches if one.awake_bytes]
+    served: Served = found["served"]
+    moved = [one for one in served.switches if one.awake_bytes]
     middle = sorted(moved, key=lambda one: one.seconds_to_first_token)[len(moved) // 2] if moved else None
     return {
         "bytes of a model's weights": found["weights"],
         "bytes of a model's caches, at most": found["caches"],
         "budget, bytes": found["budget"],
         "most in use, bytes": found["most in use"],
-        "switches": len(switches),
+        "switches": len(served.switches),
         "the median switch": asdict(middle) if middle else None,
-        "tokens": found["generated"],
-        "tokens a second": found["generated"] / found["seconds"],
-        "tokens a second, plain tensors and memory for both": plain["generated"] / plain["seconds"],
+        "the median step with plain tensors, seconds": statistics.median(plain["served"].steps),
+        "tokens": served.generated,
+        "tokens a second": served.rate,
+        "tokens a second, plain tensors and memory for both": plain["served"].rate,
         "sequences at once": found["at once"],
         "sequences at once, static caches in the same memory": found["at once, static caches"],
         "every token as with plain tensors": found["tokens"] == plain["tokens"],
