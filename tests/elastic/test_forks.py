@@ -123,7 +123,7 @@ def test_forking_waits_for_writers_and_copying_does_not_exclude_readers(stage: S
 
 
 def test_shared_memory_stays_where_it_is(stage: Stage) -> None:
-    """While chunks are shared a buffer does not sleep, move or change its rights; afterwards it does (trap 7)."""
+    """While chunks are shared a buffer keeps its rights, and does not move alone; afterwards it may (trap 7)."""
     del stage
     root, data = prefix()
     fork = root.fork()

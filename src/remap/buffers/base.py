@@ -20,7 +20,7 @@ from remap.lifetime import Description, Release, Rollback, drain, queued, undo
 from remap.locations import LocationLike
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
-from remap.types import Access, AllocationProperties, Facts, HandleType, Held, Location
+from remap.types import Access, AllocationProperties, Facts, Grants, HandleType, Held, Location
 
 
 class Buffer(Span):
@@ -40,6 +40,8 @@ class Buffer(Span):
     _shared: bool = False
     # The tags that it was made under; residency says so.
     _groups: tuple[str, ...] = ()
+    # Who is to know of its forks: the groups that it is in.
+    _heirs: tuple[Callable[[Buffer], None], ...] = ()
     _listeners: tuple[Callable[[Buffer], None], ...] = ()
     # Here it is always what residency brings, which can be told to `leave()` the buffer.
     _arriving: Any = None
@@ -173,10 +175,13 @@ class Buffer(Span):
         for chunk, handle in zip(chunks, handles, strict=True):
             rollback.undo(self._driver.unmap, chunk.address, chunk.size)
             self._driver.map(chunk.address, chunk.size, handle)
+        for run in self._granted_runs(chunks):
+            self._driver.set_access(*run)
+
+    def _granted_runs(self, chunks: Sequence[Chunk]) -> list[tuple[int, int, Grants]]:
+        """Return (address, size, rights) of chunks, for the calls that give them the buffer's rights."""
         grants = tuple(self._rights.items())
-        if grants:
-            for address, size in runs(chunks):
-                self._driver.set_access(address, size, grants)
+        return [(address, size, grants) for address, size in runs(chunks)] if grants else []
 
     def _changed(self) -> None:
         """Count a change of what stands behind the address, and tell those who asked; call without the lock."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from remap.buffers.base import Buffer
@@ -11,7 +11,6 @@ from remap.errors import InUseError
 from remap.launches import launches
 from remap.lifetime import tell, watchers
 from remap.locations import device
-from remap.sizes import counted
 from remap.uses import After, Known, wait_after
 
 
@@ -63,12 +62,6 @@ class ChangingBuffer(Buffer):
             with self._driver.lock:
                 self._check()
                 self._check_unchanging(doing)
-                if self._shares:
-                    raise InUseError(
-                        f"{self.describe()} to be {doing}",
-                        rule=f"it shares {counted(len(self._shares), 'chunk')} with forks, which would keep the memory",
-                        next_step="Call make_private() first, which copies them, or close the forks",
-                    )
                 self._changing, begun = doing, True
             with super()._taking(doing, blind):
                 yield
@@ -127,3 +120,8 @@ class ChangingBuffer(Buffer):
         else:
             users = self.accessing
             wait_after(after, users[0] if users else device(), asked)
+
+
+def shares_of(buffer: Buffer) -> Mapping[int, Share]:
+    """Return the chunks that a buffer shares with forks, by address."""
+    return buffer._shares if isinstance(buffer, ChangingBuffer) else {}

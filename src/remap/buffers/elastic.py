@@ -178,7 +178,8 @@ class ElasticBuffer(GrowingBuffer):
         """Return a second buffer with the same contents, which shares the memory behind them.
 
         All chunks become read-only in both, for everybody; what either commits later is its own. Before writing to
-        shared bytes, call `make_private` for them. Waits for the work that may still write. Raises `InUseError` while
+        shared bytes, call `make_private` for them. The fork is in the groups that this buffer is in, since those that
+        share memory sleep and move together. Waits for the work that may still write. Raises `InUseError` while
         something uses the buffer or views it, `OutOfAddressSpaceError`. After a failure everything is as it was.
         Source: cuMemRetainAllocationHandle, cuMemMap.
         """
@@ -193,6 +194,8 @@ class ElasticBuffer(GrowingBuffer):
                     undo(error, self._driver.free_range, twin._address, twin._reserved)
                 raise
             twin._opened()
+        for told in self._heirs:
+            told(twin)
         return twin
 
     def _empty_twin(self) -> ElasticBuffer:

@@ -337,16 +337,46 @@ class GrowingBuffer(ChangingBuffer):
         else:
             with self._ahead.leaving():
                 self._driver.unmap(self._address, self._reserved)
-        self._supply.lose(self._chunks)
+        self._lose(self._chunks)
+
+    def _lose(self, chunks: Sequence[Chunk]) -> None:
+        """Count chunks that are not mapped any more, as their memory goes back to the driver."""
+        if not self._shares:
+            self._supply.lose(chunks)
+            return
+        self._supply.lose([chunk for chunk in chunks if self._turned(chunk, None)])
+        for chunk in chunks:
+            self._supply.lent.pop(chunk.address, None)
+
+    def _turned(self, chunk: Chunk, place: Location | None) -> bool:
+        """Note where a chunk lies, and tell whether to count that: for what forks share, the first of them does."""
+        share = self._shares.get(chunk.address)
+        return share is None or share.turn(place)
 
     def _changed(self) -> None:
-        self._supply.moved(self._chunks)
+        if self._shares and not self._paused:
+            with self._driver.lock:
+                self._supply.moved([chunk for chunk in self._chunks if self._turned(chunk, chunk.location)])
+                self._supply.label(self._chunks)
+        elif not self._paused:
+            self._supply.moved(self._chunks)
         super()._changed()
 
     def _map_chunks(self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback) -> None:
         super()._map_chunks(chunks, handles, rollback)
-        self._supply.gained(chunks)
-        rollback.undo(self._supply.lose, chunks)
+        rollback.undo(self._lose, chunks)
+        if self._shares:
+            self._supply.gained([chunk for chunk in chunks if self._turned(chunk, chunk.location)])
+            self._supply.label(chunks)
+        else:
+            self._supply.gained(chunks)
+
+    def _granted_runs(self, chunks: Sequence[Chunk]) -> list[tuple[int, int, Grants]]:
+        if not self._shares:
+            return super()._granted_runs(chunks)
+        own = super()._granted_runs([chunk for chunk in chunks if chunk.address not in self._shares])
+        shared = super()._granted_runs([chunk for chunk in chunks if chunk.address in self._shares])
+        return [*own, *((address, size, read_only(grants)) for address, size, grants in shared)]
 
     def _detach(self) -> Release:
         if not self._reserved:
@@ -355,7 +385,8 @@ class GrowingBuffer(ChangingBuffer):
         own = [chunk for chunk in backed if self._sole(chunk)] if self._shares else backed
         steps: list[Step] = [
             (_unmap_all, (self._supply, self._address, self._reserved, own, self._ahead)),
-            (leave, (self._leaving(backed) if self._shares else [], self._driver.lock)),
+            # Those of a buffer that sleeps, too: the forks that are left need not wait for it when they wake.
+            (leave, (self._leaving(self._chunks) if self._shares else [], self._driver.lock)),
             (self._driver.free_range, (self._address, self._reserved)),
         ]
         return Release(0, steps, self._wait_on_close())

@@ -21,12 +21,22 @@ if TYPE_CHECKING:
 
 
 class Share:
-    """One physical allocation that `users` buffers have mapped. Counted under the driver's lock."""
+    """One physical allocation that `users` buffers have mapped, or will have when they wake.
 
-    __slots__ = ("users",)
+    They sleep and move together. `place` is where it lies, None while it is away with all of them asleep. Both are
+    changed under the driver's lock.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("place", "users")
+
+    def __init__(self, place: Location) -> None:
         self.users = 1
+        self.place: Location | None = place
+
+    def turn(self, place: Location | None) -> bool:
+        """Note where it lies now; return False if another of its buffers has said so before."""
+        before, self.place = self.place, place
+        return before != place
 
 
 class Left(NamedTuple):
@@ -85,7 +95,7 @@ def alias(source: GrowingBuffer, child: GrowingBuffer) -> None:
                 driver.set_access(address, size, read_only(granted))
     with driver.lock:
         for chunk in alone:
-            source._shares[chunk.address] = Share()
+            source._shares[chunk.address] = Share(chunk.location)
         for chunk, copy in zip(chunks, copies, strict=True):
             share = source._shares[chunk.address]
             share.users += 1

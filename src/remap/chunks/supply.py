@@ -65,13 +65,22 @@ class Supply:
                     pool.gain(chunk.size)
                     self.lent[chunk.address] = pool
 
+    def label(self, chunks: Iterable[Chunk]) -> None:
+        """Note which pools count chunks that another buffer, which shares them, was the first to tell of."""
+        for chunk in chunks if self.pools else ():
+            pool = self.pools.get(chunk.location)
+            if pool is None:
+                self.lent.pop(chunk.address, None)
+            else:
+                self.lent[chunk.address] = pool
+
     def moved(self, chunks: Iterable[Chunk]) -> None:
-        """Count chunks that have come to another location."""
-        if self.lent:
+        """Count mapped chunks that have come to another location: from where a pool counts, or to where one does."""
+        if self.pools:
             there = [
                 chunk
                 for chunk in chunks
-                if chunk.address in self.lent and self.lent[chunk.address].location != chunk.location
+                if self.lent.get(chunk.address) is not self.pools.get(chunk.location)
             ]
             self.lose(there)
             self.gained(there)

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from remap.buffers.base import POISON, Buffer
+from remap.buffers.changes import shares_of
 from remap.errors import PausedError, RemapError
 from remap.handles import create_handle
 from remap.lifetime import Release, Rollback, Step
@@ -47,6 +48,8 @@ class Portion:
         """
         buffer = self.buffer
         known = buffer._listeners or (buffer._known_uses is not None and buffer._known_uses.escaped)
+        if shares_of(buffer):  # forks have it mapped as well, once it is there
+            return True
         return bool(known) or self.backup.file is not None or None in map(self._actor, self.chunks)
 
     def copier(self, chunk: Chunk) -> Device:
@@ -100,6 +103,31 @@ class Portion:
 
     def _actor(self, chunk: Chunk) -> Device | None:
         return actor(self.buffer, chunk.location, writes=True)
+
+
+class Borrowed(Portion):
+    """A few chunks of one buffer that another one of the same resume brings: its forks have the same memory mapped.
+
+    `origins` are the addresses where that one has them.
+    """
+
+    __slots__ = ("_origins",)
+
+    def __init__(
+        self, buffer: Buffer, backup: Asleep, chunks: Sequence[Chunk], origins: Sequence[int]
+    ) -> None:
+        super().__init__(buffer, backup, chunks, 0)
+        self._origins = origins
+
+    def create(self, driver: Any) -> None:
+        """Do nothing: the other one creates the memory."""
+
+    def bring(self, driver: Any, flow: Flow, jobs: FileJobs | None, rollback: Rollback, poison: bool) -> None:
+        """Map the memory here as well; the other one was brought before, and its contents are on their way."""
+        with driver.lock:
+            for origin in self._origins:
+                self._handles.append(driver.retain(origin))
+            self.buffer._map_chunks(self.chunks, self._handles, rollback)
 
 
 class Worker:

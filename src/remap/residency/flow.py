@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from remap.buffers.base import Buffer
+from remap.buffers.changes import shares_of
 from remap.errors import RemapError
 from remap.lifetime import Release, Step, undo
 from remap.locations import Device, device, in_context
@@ -81,7 +82,11 @@ class Flow:
 
     def reach(self, buffer: Buffer, chunk: Chunk, *, writes: bool) -> tuple[Device, int]:
         """Return the device that copies a chunk, and at which address: in a window of it where none has the right."""
-        at = actor(buffer, chunk.location, writes=writes)
+        at = (
+            None
+            if writes and chunk.address in shares_of(buffer)
+            else actor(buffer, chunk.location, writes=writes)
+        )
         if at is not None:
             return at, chunk.address
         at = near(chunk.location)

@@ -8,12 +8,15 @@ from typing import Any
 
 from remap import drivers
 from remap.buffers.base import Buffer, runs
+from remap.buffers.changes import shares_of
 from remap.buffers.placement import check_reach
+from remap.buffers.shares import Share
 from remap.errors import AccessError, OutOfMemoryError, RemapError
 from remap.handles import create_handle
 from remap.lifetime import Release, Rollback, Step, drain, queued
 from remap.locations import Device, LocationLike, device, location
 from remap.ranges import Chunk
+from remap.residency.families import Carriers, carried, carriers
 from remap.residency.flow import Flow, Window, actor
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
@@ -62,10 +65,12 @@ def migrate(
     with held(plans, "migrated", detach=detach):
         wait_for_work(plans, after, "migrated")
         before = {**free_memory(plans), **_free_at(place)}
-        moves = [_Move(driver, buffer, place) for buffer in plans]
+        by = carriers(dict.fromkeys(plans))
+        common: dict[Share, int] = {}
+        moves = [_Move(driver, buffer, place, by, common) for buffer in plans]
         moves = [move for move in moves if move.chunks]
         for move in moves:
-            if not move.size:
+            if move.buffer._paused:
                 _check_wakes(driver, move.buffer, place)
         total = sum(move.size for move in moves)
         leftovers: Release | None = None
@@ -119,63 +124,69 @@ def _check_wakes(driver: Any, buffer: Buffer, place: Location) -> None:
 
 
 class _Move:
-    """One buffer on its way to another place."""
+    """One buffer on its way to another place. `common` has the new memory of what forks share, by who carries it."""
 
-    def __init__(self, driver: Any, buffer: Buffer, place: Location) -> None:
+    def __init__(
+        self, driver: Any, buffer: Buffer, place: Location, by: Carriers, common: dict[Share, int]
+    ) -> None:
         self._driver = driver
         self.buffer = buffer
         self._place = place
+        self._common = common
         self.chunks = [chunk for chunk in buffer._chunks if chunk.location != place]
-        self.size = 0 if buffer._paused else sum(chunk.size for chunk in self.chunks)
-        self._new: list[int] = []
-        self._old: list[int] = []
+        mine = () if buffer._paused else set(carried(buffer, by))
+        self._carried = [chunk for chunk in self.chunks if chunk in mine]
+        self.size = sum(chunk.size for chunk in self._carried)
+        self._new: dict[int, int] = {}
+        self._old: dict[int, int] = {}
         self._window: Window | None = None
 
     def copy(self, flow: Flow, rollback: Rollback) -> None:
         """Create memory at the new place and queue the copies to it."""
+        driver, buffer, shares = self._driver, self.buffer, shares_of(self.buffer)
+        for chunk in () if buffer._paused else self.chunks:
+            self._old[chunk.address] = driver.retain(chunk.address)
+            rollback.undo(driver.release, self._old[chunk.address])
         if not self.size:
             return
-        driver, buffer = self._driver, self.buffer
         properties = buffer.properties.at(self._place)
         window = self._window = Window(driver, 2 * self.size)
         rollback.undo(window.close)
         offset = 0
-        for chunk in self.chunks:
+        for chunk in self._carried:
             with driver.lock:
                 handle = create_handle(driver, chunk.size, properties)
-                self._new.append(handle)
+                self._new[chunk.address] = handle
                 rollback.undo(driver.release, handle)
-                old = driver.retain(chunk.address)
-                self._old.append(old)
-                rollback.undo(driver.release, old)
+                if chunk.address in shares:
+                    self._common[shares[chunk.address]] = handle
                 at = self._copier(chunk)
                 target = window.show(handle, offset, chunk.size, at)
                 source = chunk.address
                 if actor(buffer, chunk.location, writes=False) != at:
-                    source = window.show(old, self.size + offset, chunk.size, at)
+                    source = window.show(self._old[chunk.address], self.size + offset, chunk.size, at)
             flow.across(at, target, source, chunk.size)
             offset += chunk.size
 
     def swap(self, rollback: Rollback) -> None:
         """Put the new memory behind the addresses; `rollback` puts the old memory back."""
-        driver, buffer = self._driver, self.buffer
-        grants = tuple(buffer._rights.items())
-        handles = (
-            dict(zip(self.chunks, zip(self._new, self._old, strict=True), strict=True)) if self.size else {}
-        )
+        driver, buffer, shares = self._driver, self.buffer, shares_of(self.buffer)
         with driver.lock:
-            for address, size in runs(self.chunks) if self.size else ():
+            for address, size in () if buffer._paused else runs(self.chunks):
                 some = [chunk for chunk in self.chunks if address <= chunk.address < address + size]
-                if grants:
-                    rollback.undo(driver.set_access, address, size, grants)
+                granted = buffer._granted_runs(some)
+                for run in granted:
+                    rollback.undo(driver.set_access, *run)
                 for chunk in some:
-                    rollback.undo(driver.map, chunk.address, chunk.size, handles[chunk][1])
+                    rollback.undo(driver.map, chunk.address, chunk.size, self._old[chunk.address])
                 rollback.undo(driver.unmap, address, size)
                 driver.unmap(address, size)
                 for chunk in some:
-                    driver.map(chunk.address, chunk.size, handles[chunk][0])
-                if grants:
-                    driver.set_access(address, size, grants)
+                    share = shares.get(chunk.address)
+                    handle = self._new[chunk.address] if share is None else self._common[share]
+                    driver.map(chunk.address, chunk.size, handle)
+                for run in granted:
+                    driver.set_access(*run)
             before = list(buffer._chunks), buffer.properties
             rollback.undo(self._note, *before)
             moved = [
@@ -188,7 +199,8 @@ class _Move:
     def leftovers(self) -> list[Step]:
         """The calls that give back what is not needed any more; the old memory goes with them."""
         steps: list[Step] = [] if self._window is None else self._window.ending
-        return steps + [(self._driver.release, (handle,)) for handle in (*self._new, *self._old)]
+        handles = (*self._new.values(), *self._old.values())
+        return steps + [(self._driver.release, (handle,)) for handle in handles]
 
     def _note(self, chunks: list[Chunk], properties: Any) -> None:
         self.buffer._chunks[:] = chunks

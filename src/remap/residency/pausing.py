@@ -16,6 +16,7 @@ from remap.errors import InvalidValueError, PausedError, RemapError
 from remap.lifetime import Rollback, drain
 from remap.locations import device
 from remap.residency.disk import DiskFile, backup_directory, check_space
+from remap.residency.families import Carriers, carried, carried_bytes, carriers, note_sources
 from remap.residency.flow import Flow, near
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
@@ -23,6 +24,7 @@ from remap.residency.stores import Asleep, FileJobs, Keep, asleep
 from remap.residency.targets import (
     Targets,
     announce,
+    check_forks,
     check_seconds,
     chosen,
     free_memory,
@@ -87,22 +89,24 @@ def pause(
                 f"{buffer.describe()} stays mapped: its device shares memory with the CPU, nothing would be freed"
             )
             del plans[buffer]
+        if notes:
+            check_forks(plans, "paused")
         wait_for_work(plans, after, "paused")
+        by = carriers(plans)
         before = free_memory(plans)
         backups: dict[Buffer, Asleep] = {}
         with Rollback() as rollback:
-            _save(driver, plans, backups, rollback, progress, keep_host, backup_directory(directory))
+            _save(driver, plans, by, backups, rollback, progress, keep_host, backup_directory(directory))
             failure = _release(driver, backups)
     announce(plans)
     if failure is not None:
         raise failure
     after_it = free_memory_now(before)
-    moved = sum(_bytes(buffer) for buffer, kept in plans.items() if kept is not None)
     figures = pool.statistics()
     return Moved(
         buffers=len(plans),
-        bytes=moved,
-        freed=sum(_bytes(buffer) for buffer in plans),
+        bytes=carried_bytes((buffer for buffer, kept in plans.items() if kept is not None), by),
+        freed=carried_bytes(plans, by),
         confirmed=growth(before, after_it),
         free=after_it,
         seconds=time.perf_counter() - start,
@@ -128,6 +132,12 @@ def backup(buffer: Buffer) -> NDArray[np.uint8]:
                 f"the backup of {buffer.describe()}",
                 rule="it is not paused",
                 next_step='Pause it first: remap.pause(buffer, keep="host")',
+            )
+        if asleep(buffer).sources:
+            raise InvalidValueError(
+                f"the backup of {buffer.describe()}",
+                rule="it shares chunks with forks, and what is shared was kept once for all of them",
+                next_step="Call make_private() before it is paused, or change it when it is awake",
             )
         view = _BackupView(buffer, asleep(buffer))
     return np.asarray(view)
@@ -169,6 +179,7 @@ def _tokens(buffer: Buffer, name: str) -> set[int]:
 def _save(
     driver: Any,
     plans: Mapping[Buffer, Keep],
+    by: Carriers,
     backups: dict[Buffer, Asleep],
     rollback: Rollback,
     progress: Progress | None,
@@ -182,29 +193,31 @@ def _save(
     for buffer in plans:
         backups[buffer] = Asleep(plans[buffer])
         rollback.undo(_drop_unused, buffer, backups[buffer])
+    note_sources(backups, by)
     if to_disk:
-        check_space(directory, sum(_bytes(buffer) for buffer in to_disk))
+        check_space(directory, carried_bytes(to_disk, by))
     by_place: dict[Location | None, list[Buffer]] = {}
     for buffer in to_host:
         by_place.setdefault(buffer._chunks[0].location if buffer._chunks else None, []).append(buffer)
     for place, some in by_place.items():
-        extents = pool.take([_bytes(buffer) for buffer in some], device() if place is None else near(place))
+        sizes = [carried_bytes((buffer,), by) for buffer in some]
+        extents = pool.take(sizes, device() if place is None else near(place))
         for buffer, extent in zip(some, extents, strict=True):
             backups[buffer].extent = extent
-    total = sum(_bytes(buffer) for buffer in (*to_host, *to_disk))
+    total = carried_bytes((*to_host, *to_disk), by)
     with Flow(driver, total, progress) as flow:
         for buffer in to_host:
             room, offset = backups[buffer].extent, 0
             assert room is not None
-            for chunk in buffer._chunks:
+            for chunk in carried(buffer, by):
                 at, source = flow.reach(buffer, chunk, writes=False)
                 flow.out(at, source, chunk.size, room, offset)
                 offset += chunk.size
         jobs = FileJobs(driver, pool, flow, out=True)
         for buffer in to_disk:
-            file, offset = DiskFile(directory, _bytes(buffer)), 0
+            file, offset = DiskFile(directory, carried_bytes((buffer,), by)), 0
             backups[buffer].file = file
-            for chunk in buffer._chunks:
+            for chunk in carried(buffer, by):
                 at, source = flow.reach(buffer, chunk, writes=False)
                 jobs.add(at, source, file, offset, chunk.size)
                 offset += chunk.size

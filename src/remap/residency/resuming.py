@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from remap import drivers
 from remap.buffers.base import Buffer
+from remap.buffers.changes import shares_of
+from remap.buffers.shares import Share
 from remap.ends import End
 from remap.errors import InvalidValueError, OutOfMemoryError
 from remap.lifetime import Rollback, drain, undo
 from remap.locations import in_context
 from remap.ranges import Chunk
-from remap.residency.feed import Portion, Worker
+from remap.residency.families import carried, carriers
+from remap.residency.feed import Borrowed, Portion, Worker
 from remap.residency.flow import Flow
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
-from remap.residency.stores import Asleep, FileJobs, asleep, drop_all
+from remap.residency.stores import Asleep, FileJobs, Keep, asleep, drop_all
 from remap.residency.targets import (
     Targets,
     announce,
@@ -144,11 +147,12 @@ def _wake(
 ) -> Moved | Waking:
     pool = current_pool(driver)
     backups = [asleep(buffer) for buffer in buffers]
+    portions = _portions(buffers, backups)
     total = sum(
         chunk.size
-        for buffer, backup in zip(buffers, backups, strict=True)
-        if backup.keep
-        for chunk in buffer._chunks
+        for portion in portions
+        if portion.backup.keep and not isinstance(portion, Borrowed)
+        for chunk in portion.chunks
     )
 
     def measure() -> Moved:
@@ -165,13 +169,11 @@ def _wake(
         if events:
             worker = Worker()
         with Rollback() as rollback:
-            portions: list[Portion] = []
             for buffer, backup in zip(buffers, backups, strict=True):
                 if backup.stale:
                     with driver.lock:
                         buffer._unmap_chunks()
                         backup.stale = False
-                portions += _portions(buffer, backup)
             with Flow(driver, total, progress) as flow:
                 jobs = FileJobs(driver, pool, flow, out=False)
                 if events:
@@ -216,14 +218,30 @@ def _wake(
     return moved
 
 
-def _portions(buffer: Buffer, backup: Asleep) -> list[Portion]:
-    """Return a buffer in portions, in order."""
+def _portions(buffers: Sequence[Buffer], backups: Sequence[Asleep]) -> list[Portion]:
+    """Return buffers in portions, in order. What forks share is brought by the first of them, and then borrowed."""
     found: list[Portion] = []
-    offset = 0
-    for some in _slices(buffer._chunks):
-        found.append(Portion(buffer, backup, some, offset))
-        offset += sum(chunk.size for chunk in some)
+    origins: dict[Share, int] = {}
+    for buffer, backup in zip(buffers, backups, strict=True):
+        if backup.sources:
+            found += _portions_of_fork(buffer, backup, origins)
+            continue
+        offset = 0
+        for some in _slices(buffer._chunks):
+            found.append(Portion(buffer, backup, some, offset))
+            offset += sum(chunk.size for chunk in some)
     return found
+
+
+def _portions_of_fork(buffer: Buffer, backup: Asleep, origins: dict[Share, int]) -> Iterator[Portion]:
+    """Yield a portion for each chunk; `origins` are the addresses where what is shared is brought first."""
+    shares = shares_of(buffer)
+    for chunk, (source, offset) in zip(buffer._chunks, backup.sources, strict=True):
+        share = shares.get(chunk.address)
+        if share is None or origins.setdefault(share, chunk.address) == chunk.address:
+            yield Portion(buffer, source or backup, [chunk], offset)
+        else:
+            yield Borrowed(buffer, backup, [chunk], [origins[share]])
 
 
 def _create(driver: Any, portion: Portion, rollback: Rollback) -> None:
@@ -234,7 +252,11 @@ def _create(driver: Any, portion: Portion, rollback: Rollback) -> None:
 def _prepare(driver: Any, portion: Portion, flow: Flow, rollback: Rollback, poison: bool) -> None:
     """Take all that a portion needs and may not get: memory, a stream, and an event for each chunk."""
     _create(driver, portion, rollback)
-    if portion.backup.file is not None or (portion.backup.keep is None and not poison):
+    if (
+        isinstance(portion, Borrowed)
+        or portion.backup.file is not None
+        or (portion.backup.keep is None and not poison)
+    ):
         return
     for chunk in portion.chunks:
         at = portion.copier(chunk)
@@ -299,8 +321,10 @@ def _wait_for_memory(buffers: list[Buffer], deadline: float, pause: float) -> No
 def _needed(buffers: Iterable[Buffer]) -> dict[Location, int]:
     """Return how many bytes stand behind the buffers when they are awake, at each place."""
     needed: dict[Location, int] = {}
-    for buffer in buffers:
-        for chunk in buffer._chunks:
+    plans: dict[Buffer, Keep] = dict.fromkeys(buffers)
+    by = carriers(plans)
+    for buffer in plans:
+        for chunk in carried(buffer, by):
             needed[chunk.location] = needed.get(chunk.location, 0) + chunk.size
     return needed
 

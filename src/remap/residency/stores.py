@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
@@ -29,10 +29,13 @@ _READERS = 4  # threads that write or read a file; the system does the rest side
 class Asleep:
     """The backup of one paused buffer. Its `drop` is what closing the buffer runs.
 
-    `stale` says that a part of the memory could not be unmapped: waking tries that again first.
+    `stale` says that a part of the memory could not be unmapped: waking tries that again first. `sources` tells of each
+    chunk of a buffer that shares some with forks which backup has its bytes (None for this one), and at which offset;
+    it is empty where all chunks lie here, one after the other. What others have their bytes in stays until they need
+    it no more, also where its own buffer is closed before.
     """
 
-    __slots__ = ("_epoch", "extent", "file", "keep", "stale")
+    __slots__ = ("_epoch", "_given", "_users", "extent", "file", "keep", "sources", "stale")
 
     # Not by a name of the module, which may be gone when the process ends.
     _process = lifetime.Resource._process
@@ -42,6 +45,10 @@ class Asleep:
         self.extent = extent
         self.file = file
         self.stale = False
+        self.sources: list[tuple[Asleep | None, int]] = []
+        # Changed by one step of the interpreter each time: two threads may close two forks that sleep.
+        self._users = {id(self)}
+        self._given: dict[str, int] = {}
         self._epoch = lifetime.epoch()
 
     def __del__(self) -> None:
@@ -59,6 +66,19 @@ class Asleep:
     def host_bytes(self) -> int:
         """The bytes of host memory that the backup takes; 0 for a file, and for contents given up."""
         return self.extent.size if self.extent is not None else 0
+
+    def note(self, source: Asleep | None, offset: int) -> None:
+        """Note where the bytes of the next chunk lie."""
+        self.sources.append((source, offset))
+        if source is not None:
+            source._users.add(id(self))
+
+    def leave(self) -> Iterator[Asleep]:
+        """Need nothing any more, and yield the backups that nobody needs then; doing so again yields the same."""
+        for one in {self, *(source for source, _ in self.sources if source is not None)}:
+            one._users.discard(id(self))
+            if not one._users and one._given.setdefault("by", id(self)) == id(self):
+                yield one
 
     def drop(self, keep_host: bool = False) -> None:
         """Give the backup back. Dropping it again does nothing."""
@@ -82,7 +102,7 @@ def drop_all(backups: Iterable[Asleep], keep_host: bool) -> None:
     """Give several backups back at once: one by one, each would be looked for in the pool and begin a thread."""
     extents: list[Extent] = []
     files: list[DiskFile] = []
-    for backup in backups:
+    for backup in (one for each in backups for one in each.leave()):
         if backup.extent is not None:
             extents.append(backup.extent)
         if backup.file is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """The live buffers that were made inside of `remap.group(tag)`. It keeps none of them alive.
+    """The live buffers that were made inside of `remap.group(tag)`, and their forks. It keeps none of them alive.
 
     Only what stands on mapped memory is in it; other memory can neither sleep nor move.
     """
@@ -66,6 +66,7 @@ class Group:
             self._members = [member for member in self._members if member() is not None]
             self._members.append(weakref.ref(thing))
             thing._groups = (*thing._groups, self.tag)
+            thing._heirs = (*thing._heirs, self._add)
 
     def __repr__(self) -> str:
         """Return the tag and how many buffers there are."""

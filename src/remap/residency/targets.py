@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
 from remap.arrays import DeviceArray
 from remap.buffers.base import Buffer
+from remap.buffers.changes import shares_of
+from remap.buffers.shares import Share
 from remap.errors import InUseError, InvalidValueError, RemapError
 from remap.lifetime import Resource
 from remap.locations import device
 from remap.residency.stores import Keep
 from remap.residency.tags import Group, known
 from remap.residency.waking import Arrival
+from remap.sizes import counted
 from remap.types import Location, MemoryInfo
 from remap.uses import After, Known, wait_after, wait_for_all
 
@@ -123,6 +127,7 @@ def held(
             try:
                 for buffer in buffers:
                     _take(buffer, doing, detach, taken)
+                check_forks(buffers, doing)
                 break
             except InUseError:
                 shared = not detach and any(buffer._shared for buffer in buffers)
@@ -160,6 +165,23 @@ def _take(buffer: Buffer, doing: str, detach: bool, taken: list[AbstractContextM
             rule="other processes hold its memory, and would go on using the old one",
             next_step="Pass detach=True if they may",
         )
+
+
+def check_forks(buffers: Iterable[Buffer], doing: str) -> None:
+    """Raise `InUseError` unless all that share memory are there; the others would keep it, and go on using it."""
+    named: Counter[Share] = Counter()
+    shares = {buffer: shares_of(buffer).values() for buffer in buffers}
+    for some in shares.values():
+        named.update(some)
+    for buffer, some in shares.items():
+        missing = sum(named[share] < share.users for share in some)
+        if missing:
+            raise InUseError(
+                f"{buffer.describe()} to be {doing}",
+                rule=f"it shares {counted(missing, 'chunk')} with forks that are not named, and would keep the memory",
+                next_step="Name all that share it in one call (the group that they are in, say), call make_private() "
+                "first, which copies what is shared, or close the forks",
+            )
 
 
 def wait_for_work(buffers: Iterable[Buffer], after: After, doing: str) -> None:
