@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Self
 
 from remap.buffers.base import Buffer
 from remap.buffers.changes import shares_of
-from remap.errors import RemapError
 from remap.lifetime import Release, Step, undo
 from remap.locations import Device, device, in_context
 from remap.ranges import Chunk
@@ -82,21 +80,14 @@ class Flow:
 
     def reach(self, buffer: Buffer, chunk: Chunk, *, writes: bool) -> tuple[Device, int]:
         """Return the device that copies a chunk, and at which address: in a window of it where none has the right."""
-        at = (
-            None
-            if writes and chunk.address in shares_of(buffer)
-            else actor(buffer, chunk.location, writes=writes)
-        )
+        lowered = writes and chunk.address in shares_of(buffer)
+        at = None if lowered else actor(buffer, chunk.location, writes=writes)
         if at is not None:
             return at, chunk.address
         at = near(chunk.location)
         window = window_on(self._driver, chunk.address, chunk.size, at)
-        self.afterwards(window.close)
+        self._later.append((window.close, ()))  # written out: an interrupt comes where a function begins
         return at, window.address
-
-    def afterwards(self, call: Callable[..., Any], /, *arguments: Any) -> None:
-        """Make a call when the copies are done, whether the block succeeds or not."""
-        self._later.append((call, arguments))
 
     def wait(self) -> None:
         """Wait for all that is queued now."""
@@ -112,8 +103,9 @@ class Flow:
             self._report()
         self.wait()
         while self._later:
-            call, arguments = self._later.pop()
+            call, arguments = self._later[-1]
             call(*arguments)
+            del self._later[-1]
 
     def report(self, size: int) -> None:
         """Count bytes that are done."""
@@ -159,8 +151,9 @@ class Flow:
         for at, lane in self.lanes:
             undo(error, in_context, at, self._driver.synchronize_stream, lane)
         while self._later:
-            call, arguments = self._later.pop()
+            call, arguments = self._later[-1]
             undo(error, call, *arguments)
+            del self._later[-1]
         undo(error, self.close)
 
     def _count_later(self, at: Device, lane: int, size: int) -> None:
@@ -188,6 +181,7 @@ class Window:
         self._driver = driver
         self._size = size
         self.address: int = driver.reserve(size)
+        self._release = Release(0, self.ending)
 
     def show(self, handle: int, offset: int, size: int, at: Device) -> int:
         """Map a whole allocation, give the device its rights, and return the address."""
@@ -197,8 +191,9 @@ class Window:
         return address
 
     def close(self) -> None:
-        """Unmap everything and free the addresses; the memory is of others."""
-        Release(0, self.ending).run()
+        """Unmap everything and free the addresses; the memory is of others. Closing again does what is left to do."""
+        if not self._release.begun:
+            self._release.run()
 
     @property
     def ending(self) -> list[Step]:
@@ -216,7 +211,7 @@ def window_on(driver: Any, address: int, size: int, at: Device) -> Window:
             window.show(handle, 0, size, at)
         finally:
             driver.release(handle)
-    except RemapError as error:
+    except BaseException as error:
         undo(error, window.close)
         raise
     return window

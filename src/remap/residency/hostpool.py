@@ -1,9 +1,8 @@
 """The host memory that backups live in: one pool per process, page-locked, near the device, and given back on time.
 
-Fresh host memory is slow: one thread touches its pages at less than a tenth of the link's speed, and then they have to
-be locked, so that a pause ran at a fifth of it (H200, 16 threads). So there is a choice that cannot be had both ways.
-Memory that is given back at each resume costs the touching again at the next pause (the default); memory that is kept,
-with `resume(keep_host=True)` or `host_pool(prepare=)`, makes every pause run at the speed of the link.
+Fresh host memory is slow: its pages are touched and locked first, so that a pause runs at half of the link's speed
+(H200, 16 threads). That is the default, as it goes back at each resume; what is kept, with `resume(keep_host=True)` or
+`host_pool(prepare=)`, makes every pause run at the speed of the link.
 
 The pool is one long range of addresses for each NUMA node, in slabs of 32 MiB that are touched, locked and given back
 as a whole, several at a time in background threads, in the order of addresses: a backup copies into the first ones
@@ -26,7 +25,7 @@ from remap.errors import ClosedError, CudaResult, InUseError, InvalidValueError,
 from remap.forks import in_child
 from remap.locations import Device, device
 from remap.residency import pages
-from remap.residency.arenas import SLAB, Arena, Extent, PageChoice, Slab, no_memory
+from remap.residency.arenas import SLAB, Arena, Asked, Extent, PageChoice, Slab, no_memory
 from remap.residency.jobs import Job, Task, start
 from remap.residency.results import HostPoolFigures
 from remap.sizes import Size, format_size, parse_size, round_up
@@ -116,15 +115,15 @@ class HostPool:
             self._limit, self._prepared = bound, least
             self._shed()
 
-    def take(self, sizes: Sequence[int], at: Device) -> list[Extent]:
+    def take(self, sizes: Sequence[int], at: Device, extents: list[Extent] | None = None) -> list[Extent]:
         """Return an extent for each size, near a device; their memory may still be on its way (`Slab.ready`).
 
-        All or none. Raises `OutOfMemoryError` beyond the limit, or where the machine has no more to give.
+        All or none, put into `extents`, where its owner finds them after an interrupt. Raises `OutOfMemoryError`.
         """
         with self._lock:
             self._check()
             arena = self._arena(at)
-            extents: list[Extent] = []
+            extents = [] if extents is None else extents
             try:
                 for size in sizes:
                     extent = arena.place(size, self)
@@ -139,6 +138,7 @@ class HostPool:
                 self._used += used
             except BaseException:
                 for extent in extents:
+                    extent.lent = False
                     arena.free(extent)
                     for slab in extent.slabs:
                         slab.users -= 1
@@ -150,14 +150,18 @@ class HostPool:
         self.give_all([extent], keep)
 
     def give_all(self, extents: Iterable[Extent], keep: bool) -> None:
-        """Take extents back as `give` does, and decide once for all of them what goes."""
+        """Take extents back as `give` does, those that are still lent, and decide once for all of them what goes."""
         with self._lock:
             for extent in extents:
-                extent.arena.free(extent)
+                if not extent.lent:
+                    continue
+                # No call before all is counted: an interrupt in it loses addresses then, and no memory.
+                extent.lent = False
                 self._used -= extent.size
                 for slab in extent.slabs:
                     slab.users -= 1
                     slab.kept = keep
+                extent.arena.free(extent)
             try:
                 self._shed()
             except RuntimeError as error:  # no thread can be had: it goes with what is given back next
@@ -182,10 +186,13 @@ class HostPool:
     def __repr__(self) -> str:
         """Return the figures in short; `statistics()` has all of them."""
         found = self.statistics()
-        told = [f"{format_size(found.held)} held"]
-        told += [f"{format_size(found.used)} used by backups", f"{format_size(found.ready)} ready"]
-        if found.leaving:
-            told.append(f"{format_size(found.leaving)} leaving")
+        sizes = {
+            "held": found.held,
+            "used by backups": found.used,
+            "ready": found.ready,
+            "leaving": found.leaving,
+        }
+        told = [f"{format_size(size)} {name}" for name, size in sizes.items() if size or name != "leaving"]
         told.append("no limit" if found.limit is None else f"limit {format_size(found.limit)}")
         return f"<remap.HostPool: {', '.join(told)}{', closed' if self._closed else ''}>"
 
@@ -299,14 +306,12 @@ class HostPool:
 
     # -- in the background --
 
-    def _fill(
-        self, arena: Arena, slab: Slab, before: Job | None, wanted: Callable[[], bool] | None, job: Job
-    ) -> None:
+    def _fill(self, arena: Arena, slab: Slab, before: Job | None, large: Asked, job: Job) -> None:
         if before is not None:
             before.wait()
         if self._closed or slab.pinned:  # one that could not be unlocked has its pages still
             return
-        large = arena.pages_of(slab, wanted)
+        kind = arena.pages_of(slab, large)
         begun = time.perf_counter()
         try:
             pages.touch(slab.address, SLAB)
@@ -326,7 +331,7 @@ class HostPool:
                 slab.pinned = True
             except RemapError as error:  # slower, but as right
                 self._notes[f"host memory could not be page-locked, so copies are slower: {error}"] = None
-        self._choice.note(large, time.perf_counter() - begun)
+        self._choice.note(kind, time.perf_counter() - begun)
 
     def _drop(self, slab: Slab, before: Job | None, job: Job) -> None:
         if before is not None:

@@ -15,6 +15,7 @@ from remap.buffers.base import Buffer
 from remap.errors import InvalidValueError, PausedError, RemapError
 from remap.lifetime import Rollback, drain
 from remap.locations import device
+from remap.residency.arenas import Extent
 from remap.residency.disk import DiskFile, backup_directory, check_space
 from remap.residency.families import Carriers, carried, carried_bytes, carriers, note_sources
 from remap.residency.flow import Flow, near
@@ -201,7 +202,9 @@ def _save(
         by_place.setdefault(buffer._chunks[0].location if buffer._chunks else None, []).append(buffer)
     for place, some in by_place.items():
         sizes = [carried_bytes((buffer,), by) for buffer in some]
-        extents = pool.take(sizes, device() if place is None else near(place))
+        extents: list[Extent] = []
+        rollback.undo(pool.give_all, extents, False)
+        pool.take(sizes, device() if place is None else near(place), extents)
         for buffer, extent in zip(some, extents, strict=True):
             backups[buffer].extent = extent
     total = carried_bytes((*to_host, *to_disk), by)
@@ -233,30 +236,33 @@ def _drop_unused(buffer: Buffer, backup: Asleep) -> None:
 def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> BaseException | None:
     """Give the memory back; return the error of what could not be unmapped, raise it if nothing has been yet."""
     first: BaseException | None = None
-    begun = False
-    for buffer, backup in backups.items():
-        with driver.lock:
-            # Set before the call: an interrupt is raised when it has returned, and the backup is all there is then.
-            shared = buffer._shared
-            buffer._paused, buffer._backup, buffer._shared = backup.told, backup, False
-            backup.stale = True
-            try:
+    left = list(backups.items())[::-1]
+    while left:
+        buffer, backup = left[-1]
+        before = buffer._paused, buffer._backup, buffer._shared
+        try:
+            with driver.lock:
+                # Set before the call: an interrupt is raised when it has returned, and the backup is all there is then.
+                buffer._paused, buffer._backup, buffer._shared = backup.told, backup, False
+                backup.stale = True
                 buffer._unmap_chunks()
                 backup.stale = False
-            except BaseException as error:
-                if not begun and _all_mapped(driver, buffer):
-                    buffer._paused, buffer._backup, buffer._shared = "", None, shared
-                    backup.stale = False
-                    raise
-                if first is None:
-                    first = error
-                    first.add_note(
-                        f"{counted(len(backups), 'buffer')} paused all the same, with the backup intact; what could "
-                        "not be unmapped is tried again when they are resumed"
-                    )
-                else:
-                    first.add_note(f"and then: {error}")
-            begun = True
+        except BaseException as error:
+            if len(left) == len(backups) and _all_mapped(driver, buffer):
+                buffer._paused, buffer._backup, buffer._shared = before
+                backup.stale = False
+                raise
+            if first is None:
+                first = error
+                first.add_note(
+                    f"{counted(len(backups), 'buffer')} paused all the same, with the backup intact; what could "
+                    "not be unmapped is tried again when they are resumed"
+                )
+            else:
+                first.add_note(f"and then: {error}")
+            if not isinstance(error, Exception):
+                continue  # an interrupt, wherever it came: the buffer is done again
+        del left[-1]
     return first
 
 

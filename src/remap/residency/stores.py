@@ -100,17 +100,15 @@ class Asleep:
 
 def drop_all(backups: Iterable[Asleep], keep_host: bool) -> None:
     """Give several backups back at once: one by one, each would be looked for in the pool and begin a thread."""
-    extents: list[Extent] = []
-    files: list[DiskFile] = []
-    for backup in (one for each in backups for one in each.leave()):
-        if backup.extent is not None:
-            extents.append(backup.extent)
-        if backup.file is not None:
-            files.append(backup.file)
-        backup.extent = backup.file = None
+    dropped = [one for each in backups for one in each.leave()]
+    extents = [one.extent for one in dropped if one.extent is not None]
+    files = [one.file for one in dropped if one.file is not None]
     for pool in dict.fromkeys(extent.pool for extent in extents):
         pool.give_all([extent for extent in extents if extent.pool is pool], keep_host)
     Release(0, [(file.close, ()) for file in files]).run()
+    # Last: what an interrupt has left of it is still known then, and goes with the backups.
+    for one in dropped:
+        one.extent = one.file = None
 
 
 def asleep(buffer: Buffer) -> Asleep:

@@ -112,7 +112,16 @@ class Memory:
                 if mapping.reads or mapping.writes or self._opaque.latest:
                     self._check_unused(mapping, self._machine.all_devices, "unmap")
                 mapping.wanted = UNMAPPED
-            space.change(call, found)
+            # Nobody may use it from here on: an interrupt leaves what the kernel does not have any more in the tables.
+            rights = [(mapping.readers, mapping.writers) for mapping in found]
+            for mapping in found:
+                mapping.readers = mapping.writers = 0
+            try:
+                space.change(call, found)
+            except BaseException:
+                for mapping, (readers, writers) in zip(found, rights, strict=True):
+                    mapping.readers, mapping.writers = readers, writers
+                raise
             allocations = self._allocations
             for mapping in found:
                 space.remove(mapping)
