@@ -186,15 +186,11 @@ class HostPool:
     def __repr__(self) -> str:
         """Return the figures in short; `statistics()` has all of them."""
         found = self.statistics()
-        sizes = {
-            "held": found.held,
-            "used by backups": found.used,
-            "ready": found.ready,
-            "leaving": found.leaving,
-        }
-        told = [f"{format_size(size)} {name}" for name, size in sizes.items() if size or name != "leaving"]
-        told.append("no limit" if found.limit is None else f"limit {format_size(found.limit)}")
-        return f"<remap.HostPool: {', '.join(told)}{', closed' if self._closed else ''}>"
+        told = f"{format_size(found.held)} held, {format_size(found.used)} used by backups"
+        told += f", {format_size(found.ready)} ready"
+        told += f", {format_size(found.leaving)} leaving" if found.leaving else ""
+        told += ", no limit" if found.limit is None else f", limit {format_size(found.limit)}"
+        return f"<remap.HostPool: {told}{', closed' if self._closed else ''}>"
 
     # -- under the lock --
 
