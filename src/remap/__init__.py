@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from remap.drivers import use as use
     from remap.errors import AccessError as AccessError
     from remap.errors import AlignmentError as AlignmentError
+    from remap.errors import BufferNotFoundError as BufferNotFoundError
     from remap.errors import ClosedError as ClosedError
     from remap.errors import CompileError as CompileError
     from remap.errors import ContextLostError as ContextLostError
@@ -179,6 +180,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (
         "AccessError",
         "AlignmentError",
+        "BufferNotFoundError",
         "ClosedError",
         "CompileError",
         "ContextLostError",

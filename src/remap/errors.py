@@ -94,6 +94,10 @@ class ShareError(RemapError):
     """Memory could not be handed to, or taken from, another process."""
 
 
+class BufferNotFoundError(ShareError, LookupError):
+    """The broker has no buffer of this name: nobody has put it there yet, or it was dropped."""
+
+
 class DescriptorError(ShareError):
     """A descriptor of shared memory is malformed or does not say what the driver says."""
 

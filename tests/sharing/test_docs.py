@@ -27,7 +27,7 @@ def blocks(name: str) -> list[str]:
 
 
 BLOCKS = blocks("sharing.md")
-WORKER, TURNS, END = blocks("how-to/keep-weights-alive.md")
+WORKER, TURNS, PARTS, END = blocks("how-to/keep-weights-alive.md")
 
 
 def test_there_are_blocks() -> None:
@@ -121,7 +121,9 @@ def test_weights_are_kept(machine: Machine) -> None:
     for _ in range(2):
         worker = machine.run(WORKER)
         assert said_by(worker) == "3\n"
-        assert f"weights: 8 MiB on device 0; read by {worker.pid}" in machine.shown()
+        shown = machine.shown()
+        assert f"weights: 8 MiB on device 0; read by {worker.pid}" in shown
+        assert "clients     1, 0 of them waiting" in shown, "the command itself is none"
         kill(worker)
     assert machine.run(END).wait(LIMIT) == 0
     assert "0 buffers" in machine.shown()
@@ -157,6 +159,28 @@ def test_turns(machine: Machine) -> None:
     let_go(second)
     third = machine.run(held("third", TURNS))
     assert (said_by(third), third.wait(LIMIT), second.wait(LIMIT)) == ("", 0, 0)
+
+
+def test_weights_that_hold_pointers(machine: Machine) -> None:
+    """Several buffers are open where they were made, together, in the worker that made them and in the next one."""
+    for _ in range(2):
+        worker = machine.run(PARTS.replace("part.close()", "print(part.address, part.descriptor.address)"))
+        assert "5" in said_by(worker)
+        places = [said_by(worker).split() for _ in range(3)]
+        assert worker.wait(LIMIT) == 0
+        assert all(here == there for here, there in places)
+        assert len({here for here, _ in places}) == 3
+
+
+def test_parts_that_were_half_loaded(machine: Machine) -> None:
+    """A worker that is killed while it loads the second part is followed by one that loads all of them."""
+    code = PARTS.replace("part.fill(5)", "part.fill(4); print(name, flush=True); input()")
+    worker = machine.run(code)
+    assert said_by(worker) == "embedding\n"
+    let_go(worker)
+    assert said_by(worker) == "layers\n"
+    kill(worker)
+    assert said_by(machine.run(PARTS)).count("5") == 3
 
 
 def held(word: str, code: str = WORKER) -> str:

@@ -43,7 +43,8 @@ def _show(path: str | None, timeout: float) -> None:
         found, buffers = broker.status(), broker.list()
     up = time.time() - found.started
     report.step("broker", [f"process {found.process} at {found.path}, up {up:,.0f} s"])
-    report.step("clients", f"{found.clients}, {found.waiting} of them waiting; {found.requests:,} requests")
+    others = found.clients - 1  # without this command
+    report.step("clients", f"{others}, {found.waiting} of them waiting; {found.requests:,} requests")
     kept = "keeps them through a restart" if found.survives_restart else "frees them when it stops"
     report.step("keeps", f"{counted(found.buffers, 'buffer')}, {format_size(found.bytes)}; {kept}")
     for one in buffers:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 
 from remap.errors import CudaResult, InvalidValueError, driver_error
 from remap.observe.mistake import Mistake
+from remap.observe.mistakes_between import BETWEEN_PROCESSES
 
 _ALL = (
     Mistake(
@@ -310,50 +311,7 @@ remap.use("cuda")
         "`remap doctor` names the cure. Without a name, remap takes the host driver where CUDA is not"
         " to be had.",
     ),
-    Mistake(
-        "ForkedError",
-        "the object was made before a fork, and this is the child",
-        """\
-import os
-import sys
-
-import remap
-
-memory = remap.allocate("2MiB")
-if os.fork() == 0:
-    memory.fill(1)
-    os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
-""",
-        "Memory of a driver belongs to the process that made it; the child's copy of the object is inert.",
-        "Make it in the child, or share it: remap.export there, remap.open here. For CUDA, start "
-        'processes with multiprocessing.get_context("spawn").',
-    ),
-    Mistake(
-        "ShareError",
-        "memory could not be handed to, or taken from, another process",
-        """\
-import remap
-
-with remap.allocate("2MiB") as memory:
-    remap.export(memory)
-""",
-        "The driver fixes at its creation how an allocation can be shared, and this one was made for "
-        "nobody else.",
-        'Ask for it then: remap.allocate("2MiB", shareable="posix_fd").',
-    ),
-    Mistake(
-        "DescriptorError",
-        "what is said to describe shared memory does not",
-        """\
-import remap
-
-remap.open(b"not a descriptor")
-""",
-        "What comes from another process is checked before it is believed: here it is no descriptor "
-        "at all. A descriptor that promises other sizes than the driver finds is refused as well.",
-        "Send the bytes of remap.export(…).to_bytes() whole and unchanged, between equal versions of remap.",
-    ),
+    *BETWEEN_PROCESSES,
     Mistake(
         "DiskError",
         "a backup could not be written to, or read from, a file",

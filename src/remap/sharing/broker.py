@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from remap.errors import InUseError, RemapError, ShareError
+from remap.errors import BufferNotFoundError, InUseError, RemapError, ShareError
 from remap.sharing.channel import Fds, raise_limit
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.fdstore import FdStore, Kept, restore
@@ -318,7 +318,7 @@ class Broker:
     def _named(self, name: str) -> Named:
         found = self._buffers.get(name)
         if found is None:
-            raise ShareError(
+            raise BufferNotFoundError(
                 f'buffer "{name[:200]}"',
                 rule="the broker has none of that name",
                 next_step="Create it first, or wait for it with wait=",
@@ -370,13 +370,11 @@ class Broker:
         if waiting is None:
             return
         kind: type[RemapError]
-        kind, rule, step = ShareError, "nobody has created it in time", "Create it first, or wait longer"
+        kind, rule = BufferNotFoundError, "nobody has created it in time"
+        step = "Create it first, or wait longer"
         if waiting.name in self._buffers:
-            kind, rule, step = (
-                InUseError,
-                "others had it open all the time",
-                "Let them close it, or wait longer",
-            )
+            kind, rule = InUseError, "others had it open all the time"
+            step = "Let them close it, or wait longer"
         error = kind(f'buffer "{waiting.name}"', rule=rule, next_step=step)
         try:
             client.channel.send(encode(error_fields(error)), deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -22,6 +21,7 @@ from remap.sharing.descriptor import Descriptor
 from remap.sharing.export import export
 from remap.sharing.exported import PATIENCE
 from remap.sharing.importing import ImportedBuffer, import_memory
+from remap.sharing.quiet import QuietAddresses
 from remap.sharing.sockets import broker_path
 from remap.sharing.sockets import connect as connect_channel
 from remap.sharing.wire import (
@@ -34,7 +34,7 @@ from remap.sharing.wire import (
     check_name,
     encode,
 )
-from remap.sizes import GiB, Size
+from remap.sizes import Size
 from remap.spans import Span
 from remap.types import Access, HandleType
 
@@ -64,6 +64,7 @@ class BrokerClient:
         self.timeout = timeout
         self._lock = threading.RLock()
         self._leases: set[_Lease] = set()
+        self._quiet = QuietAddresses()
         self._epoch = epoch()
         self._closed = False
         self._channel: Channel | None = self._connect(deadline_in(timeout))
@@ -88,8 +89,9 @@ class BrokerClient:
                 handles,
                 access=Access.parse(options.get("access", Access.READ_WRITE)),
                 accessing=accessing,
-                hint=_quiet_address(),
+                hint=self._quiet.next(made.size),
                 on_close=((self._release, (lease,)),),
+                write_step=_write_step(name),
             )
         try:
             # Where it is now is where others can have it again.
@@ -110,8 +112,10 @@ class BrokerClient:
     def put(self, name: str, memory: Span, *, offset: int = 0, size: int | None = None) -> None:
         """Keep a buffer, or a part of one, in the broker as `name`. It stays usable here, which the broker knows not.
 
-        Others see all of it or nothing, whatever dies; of several that bring a name at once, one succeeds. Raises
-        `InUseError` if there is one of that name, which can be opened instead, and what `remap.export` raises.
+        Others see all of it or nothing, whatever dies; of several that bring a name at once, one succeeds. Who opens it
+        with `same_address` has it where it is now: keep several open here until the last is put, or they may all come
+        from one address, where nobody can have them together. Raises `InUseError` if there is one of that name, which
+        can be opened instead, and what `remap.export` raises.
         """
         check_name(name)
         with export(memory, offset=offset, size=size, handle=HandleType.POSIX_FD) as exported:
@@ -134,8 +138,8 @@ class BrokerClient:
         """Open a buffer for reading ("r") or writing ("rw"): one writer or many readers have it open at a time.
 
         Waits up to `wait` seconds until it exists and can be opened so. With `same_address` it is mapped where it was
-        created. Closing it lets others have it. Raises `ShareError` if the broker has no such buffer, `InUseError` if
-        others have it open, and what `remap.open` raises.
+        created. Closing it lets others have it. Raises `BufferNotFoundError` if the broker has no such buffer,
+        `InUseError` if others have it open, and what `remap.open` raises.
         """
         check_name(name)
         right = Access.parse(access)
@@ -165,6 +169,7 @@ class BrokerClient:
                 accessing=accessing,
                 same_address=same_address,
                 on_close=(step,),
+                write_step=_write_step(name),
             )
         except BaseException:
             fds.close()
@@ -175,7 +180,7 @@ class BrokerClient:
         """Wait until a buffer exists and, if `access` is "r" or "rw", can be opened so.
 
         Another process may be faster at opening it then; `open(wait=…)` tries again. After `timeout` seconds it raises
-        `ShareError` if there is none, and `InUseError` if others have it open.
+        `BufferNotFoundError` if there is none, and `InUseError` if others have it open.
         """
         right = str(Access.parse(access))
         fields: dict[str, Any] = {"op": "wait", "name": check_name(name), "access": right}
@@ -195,7 +200,7 @@ class BrokerClient:
 
         What is mapped stays until it is closed; the memory goes with the last. Raises `InUseError` while anyone has
         it open, unless `force` is given: they keep what they have mapped, and lose nothing but the name. Raises
-        `ShareError` if there is no such buffer.
+        `BufferNotFoundError` if there is no such buffer.
         """
         self._request({"op": "drop", "name": check_name(name), "force": force})
 
@@ -378,15 +383,10 @@ class BrokerClient:
                 self._channel = None
 
 
-def _quiet_address() -> int:
-    """Return an address where other processes most likely have nothing, so that they can map a buffer there, too.
-
-    Where systems put things, libraries and stacks and whatever is mapped with no hint, is drawn anew for each
-    process: in the terabyte below 0x7fff…, and above 0x55… or 0x56…. Now and then a process has something of its
-    own where another one had 1 GiB of weights (seen once in some fifty). A system or device that has no such
-    addresses chooses others.
-    """
-    return (0x2000 << 32) + secrets.randbelow(0x2000 << 2) * GiB
+def _write_step(name: str) -> str:
+    return (
+        f'Close it, and open it for writing, as one process at a time can: client.open("{name}", access="rw")'
+    )
 
 
 def _exchange(channel: Channel, message: bytes, fds: Any, deadline: float) -> tuple[Fields, Fds]:

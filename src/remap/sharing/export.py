@@ -171,10 +171,13 @@ def _choose(span: Span, properties: AllocationProperties, kind: HandleType | Non
     if kind is None:
         kind = HandleType.POSIX_FD if HandleType.POSIX_FD in made_for else next(iter(made_for), None)
     if kind is None or kind not in made_for:
-        listed = " and ".join(sorted(made_for)) or "none (nor has what another process made)"
-        raise _not_made_for(
-            span, str(kind or "any handle"), f"its handle types were fixed when it was created: {listed}"
-        )
+        rule = f"its handle types were fixed when it was created: {' and '.join(sorted(made_for))}"
+        if not made_for:
+            rule = (
+                "it has no shareable handle: one is asked for when memory is created, and what another process made "
+                "has none here"
+            )
+        raise _not_made_for(span, str(kind or "any handle"), rule)
     return kind
 
 

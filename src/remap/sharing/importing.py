@@ -24,7 +24,7 @@ from remap.errors import (
     ShareError,
 )
 from remap.handles import reserve_range
-from remap.lifetime import Release, Rollback, Step, drain, queued, undo
+from remap.lifetime import Release, Rollback, Step, drain, live, queued, undo
 from remap.locations import AccessLike, LocationLike, location, locations, parse_access
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
@@ -37,6 +37,11 @@ _HEEDED = 32 * MiB
 """How much is reserved to get a certain address: where CUDA puts less, a hint does not decide (`reserve_range`)."""
 
 _WRITE_STEP = 'Open it again with access="rw", which its exporter must have offered: export(..., access="rw")'
+
+_ONE_PLACE = (
+    "Both were made at that address, one after the other: whoever shares several keeps all of them open until the last "
+    "is shared. Or leave same_address out"
+)
 
 
 class ImportedBuffer(Buffer):
@@ -60,6 +65,7 @@ class ImportedBuffer(Buffer):
         same_address: bool = False,
         hint: int = 0,
         on_close: tuple[Step, ...] = (),
+        write_step: str = "",
     ) -> None:
         # Not Buffer.__init__, which creates memory of its own.
         super(Buffer, self).__init__(driver)
@@ -69,6 +75,7 @@ class ImportedBuffer(Buffer):
         self._shared = True
         self._handles = handles
         self._on_close = on_close
+        self._write_step = write_step or _WRITE_STEP
         self._most = access
         self._rights: Mapping[Location, Access] = {}
         self._chunks: list[Chunk] = []
@@ -153,16 +160,12 @@ class ImportedBuffer(Buffer):
         if same_address:
             if refused is not None and not elsewhere:
                 raise refused
-            raise ShareError(
-                f"{format_size(total)} at {wanted:#x}, where the exporter has it",
-                rule="something else of this process lies there",
-                next_step="Map shared memory before other memory is allocated, or leave same_address out",
-            )
+            raise _taken(self._driver, wanted, total)
         return reserve_range(self._driver, total), total
 
     def _grant_step(self, place: Location, needed: Access) -> str:
         if needed.writable and not self._most.writable:
-            return _WRITE_STEP
+            return self._write_step
         return super()._grant_step(place, needed)
 
     def set_access(self, access: AccessLike) -> None:
@@ -173,7 +176,7 @@ class ImportedBuffer(Buffer):
                 raise AccessError(
                     f'"{right}" access of {place} to {self.describe()}',
                     rule=f'it was opened with access="{self._most}"',
-                    next_step=_WRITE_STEP,
+                    next_step=self._write_step,
                 )
         super().set_access(access)
 
@@ -248,11 +251,12 @@ def import_memory(
     same_address: bool = False,
     hint: int = 0,
     on_close: tuple[Step, ...] = (),
+    write_step: str = "",
 ) -> ImportedBuffer:
     """Map memory by its descriptor and one handle for each chunk; takes ownership of descriptors of files.
 
     `hint` is an address where it may lie, but need not. `on_close` are steps that its closing takes after the memory is
-    unmapped.
+    unmapped. `write_step` says what to do where it was opened for reading and is to be written.
     """
     try:
         driver = drivers.current()
@@ -272,11 +276,30 @@ def import_memory(
             same_address=same_address,
             hint=hint,
             on_close=on_close,
+            write_step=write_step,
         )
     except BaseException:
         if isinstance(handles, Fds):
             handles.close()
         raise
+
+
+def _taken(driver: Any, wanted: int, total: int) -> ShareError:
+    """Return the error for memory that cannot be mapped where its exporter has it, with what of remap's lies there."""
+    rule = "something else of this process lies there"
+    step = "Map shared memory before other memory is allocated, or leave same_address out"
+    with driver.lock:
+        for thing in live():
+            said = thing.describe()
+            address, size = thing._facts().reserved or (said.address or 0, said.size)
+            if address < wanted + total and wanted < address + size:
+                rule = f"{rule}: {said}"
+                if isinstance(thing, ImportedBuffer) and thing._address == thing.descriptor.address:
+                    step = _ONE_PLACE
+                break
+    return ShareError(
+        f"{format_size(total)} at {wanted:#x}, where the exporter has it", rule=rule, next_step=step
+    )
 
 
 def _check_offer(driver: Any, descriptor: Descriptor, right: Access) -> None:

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from remap.errors import AccessError, DescriptorError, InUseError, InvalidValueError, RemapError, ShareError
+from remap.errors import (
+    AccessError,
+    BufferNotFoundError,
+    DescriptorError,
+    InUseError,
+    InvalidValueError,
+    RemapError,
+    ShareError,
+)
 from remap.types import Access
 
 VERSION = 1
@@ -28,7 +36,15 @@ LONGEST_PATIENCE = 0.1
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 _ERRORS: dict[str, type[RemapError]] = {
-    kind.__name__: kind for kind in (AccessError, DescriptorError, InUseError, InvalidValueError, ShareError)
+    kind.__name__: kind
+    for kind in (
+        AccessError,
+        BufferNotFoundError,
+        DescriptorError,
+        InUseError,
+        InvalidValueError,
+        ShareError,
+    )
 }
 
 
@@ -149,7 +165,10 @@ class NamedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """What a broker says of itself; `survives_restart` tells whether a service manager keeps its buffers."""
+    """What a broker says of itself; `survives_restart` tells whether a service manager keeps its buffers.
+
+    The connection that asks is one of the `clients`.
+    """
 
     process: int
     path: str
