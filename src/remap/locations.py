@@ -14,6 +14,7 @@ from remap import drivers
 from remap.drivers.memory_types import probe
 from remap.drivers.protocol import Driver
 from remap.errors import InvalidValueError, OutOfMemoryError, not_supported
+from remap.lifetime import drain, queued
 from remap.sizes import counted, format_size
 from remap.types import (
     Access,
@@ -90,7 +91,17 @@ class Device:
             return tuple(probe(self._driver, places, self.capabilities))
 
     def memory(self) -> MemoryInfo:
-        """Return free and total memory in bytes, machine-wide, at this moment. (cuMemGetInfo)"""
+        """Return free and total memory in bytes, machine-wide, at this moment. (cuMemGetInfo)
+
+        Unless a stream is being captured, what was collected unclosed is given back first, which may wait for work that
+        still uses it.
+        """
+        if queued:
+            drain()
+        return self._memory()
+
+    def _memory(self) -> MemoryInfo:
+        """Return it as it is, and wait for nothing: for those who may hold a lock."""
         with self.current():
             return self._driver.memory_info()
 
@@ -323,7 +334,7 @@ def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Loca
     if not where.is_device:
         return error.explain(asked, next_step=error.next_step or "Close, pause or trim something there first")
     at = device(where.index)
-    info = at.memory()
+    info = at._memory()
     if size <= info.total:
         rule = f"{format_size(info.free)} of {format_size(info.total)} are free there"
         return error.explain(asked, rule=rule, next_step="Close, pause or trim something there first")

@@ -334,7 +334,9 @@ class Description:
         """Return it as one phrase: `buffer 7 of 4 MiB at 0x7f… (2 chunks)`."""
         where = "" if self.address is None else f" at {self.address:#x}"
         detail = f" ({self.detail})" if self.detail else ""
-        return f"{self.kind} {self.serial} of {format_size(self.size)}{where}{detail}"
+        # What lies nowhere and has no bytes, a stream for instance, has no size at all.
+        sized = f" of {format_size(self.size)}" if self.size or where else ""
+        return f"{self.kind} {self.serial}{sized}{where}{detail}"
 
 
 @dataclass(frozen=True, slots=True)

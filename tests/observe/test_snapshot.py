@@ -60,6 +60,37 @@ def test_it_is_frozen_and_keeps_nothing_alive(program: Any) -> None:
     assert remap.snapshot().find(serial) is None
 
 
+def test_what_was_dropped_counts_for_nobody() -> None:
+    """Memory of collected objects is given back before it is counted, and during a capture it is left alone (4)."""
+    device = remap.device()
+    with remap.Stream(device) as stream:
+        free = device.memory().free
+        with pytest.warns(ResourceWarning):
+            del [remap.allocate(2 * MiB)][0]
+        with remap.capture(stream) as captured:
+            assert lifetime.queued
+            assert remap.snapshot().devices[0].free == device.memory().free <= free - 2 * MiB
+            assert lifetime.queued
+        captured.graph.close()
+        with pytest.warns(ResourceWarning):
+            del [remap.allocate(2 * MiB)][0]
+        assert remap.snapshot().devices[0].free == device.memory().free
+        assert not lifetime.queued
+        with pytest.warns(ResourceWarning):
+            del [remap.allocate(2 * MiB)][0]
+        assert device.memory().free >= free
+        assert not lifetime.queued
+
+
+def test_what_has_no_bytes_has_no_size() -> None:
+    """A stream is not told as one of 0 bytes; a buffer that is empty at its address is."""
+    with remap.Stream() as stream, remap.ElasticBuffer(2 * MiB) as buffer:
+        for told in (repr(stream), str(stream.describe()), str(item(remap.snapshot(), stream))):
+            assert f"stream {stream.serial}" in told
+            assert "0 B" not in told
+        assert f"{buffer.serial} of 0 B at" in str(item(remap.snapshot(), buffer))
+
+
 def test_taking_one_lets_no_address_escape(program: Any) -> None:
     """A snapshot reads addresses without letting them escape: closing still waits for known streams only (7)."""
     remap.snapshot()

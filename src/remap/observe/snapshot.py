@@ -18,11 +18,11 @@ from remap import drivers, lifetime
 from remap.drivers.graph_powers import SupportsGraphMemory
 from remap.drivers.powers import SupportsPools
 from remap.errors import InvalidValueError, RemapError
-from remap.lifetime import Resource
+from remap.lifetime import Resource, drain, queued
 from remap.locations import Device, devices
 from remap.observe.reading import FileLike, printable
 from remap.sizes import format_size
-from remap.types import Access, Held, Location, LocationKind
+from remap.types import Access, Description, Held, Location, LocationKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ class Item:
 
     def __str__(self) -> str:
         """Return what it is in one line."""
-        where = "" if self.address is None else f" at {self.address:#x}"
-        return f"{self.kind} {self.serial} of {format_size(self.size)}{where}"
+        return str(Description(self.kind, self.serial, self.size, self.address, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +259,13 @@ class Difference:
 def snapshot() -> Snapshot:
     """Return a frozen picture of everything alive in this process.
 
-    Asks the driver for the memory of those devices whose context remap uses already, and waits for nothing. What was
-    collected unclosed and not yet given back (`remap.collect()`) is not in it, though its bytes may still be taken.
+    Asks the driver for the memory of those devices whose context remap uses already. What was collected unclosed is
+    given back first, which may wait for work that still uses it. While a stream is captured it cannot be: then it is
+    not in the picture, though its bytes are still taken.
     """
     driver = drivers.current()
+    if queued:
+        drain()
     numbers: dict[object, int] = {}
     with driver.lock:
         items = tuple(item_of(thing, numbers) for thing in lifetime.live())
