@@ -180,7 +180,8 @@ SAID: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "none": (lambda: remap.allocate(SIZE, resident=[None]), TypeError, "None is neither"),  # type: ignore[list-item]
     "two places": (lambda: remap.allocate(SIZE, device=0, resident=0), ValueError, "give one"),
     "a box of a number": (lambda: remap.DeviceBox(3.0), TypeError, r"Call DeviceBox\.from_host"),  # type: ignore[arg-type]
-    "a size for a shape": (lambda: remap.managed("4MiB"), TypeError, "number of elements.*dtype='uint8'"),  # type: ignore[arg-type]
+    "a broken size": (lambda: remap.pinned("6B"), ValueError, "float32 takes 4 bytes"),
+    "text for an axis": (lambda: remap.managed(["4"]), TypeError, "number of elements.*dtype='uint8'"),  # type: ignore[list-item]
 }
 
 

@@ -50,6 +50,15 @@ def test_empty(stage: Stage, make: Callable[..., Any]) -> None:
     assert not [name for name in stage.names_since(mark) if "pinned" in name or "managed" in name]
 
 
+@pytest.mark.parametrize("make", [remap.pinned, remap.managed, remap.DeviceBuffer.empty])
+def test_bytes_as_text(stage: Stage, make: Callable[..., Any]) -> None:
+    """A size as text is taken where a shape is: as many elements as fill those bytes."""
+    del stage
+    with make("1MiB") as memory, make("8 B", "float64") as one:
+        assert (memory.shape, memory.nbytes) == ((1 << 18,), 1 << 20)
+        assert (one.shape, one.nbytes) == ((1,), 8)
+
+
 def test_numpy_waits_for_the_device(stage: Stage) -> None:
     """A view is given when the work that remap saw on the memory has passed."""
     with remap.pinned(1 << 20, "uint8") as memory, remap.Stream(0) as stream:

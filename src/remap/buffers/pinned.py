@@ -98,7 +98,10 @@ def _unregister(driver: SupportsPinned, address: int, array: NDArray[Any]) -> No
 
 
 def pinned(shape: Shape, dtype: DTypeLike = "float32") -> Pinned:
-    """Allocate pinned host memory; its contents are undefined. Raises `OutOfMemoryError`. Source: cuMemHostAlloc."""
+    """Allocate pinned host memory, of a shape or of a size such as "64MiB"; its contents are undefined.
+
+    Raises `OutOfMemoryError`. Source: cuMemHostAlloc.
+    """
     extents, kind, size = extent(shape, dtype)
     if queued:
         drain()

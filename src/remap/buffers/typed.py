@@ -11,6 +11,7 @@ from remap.errors import InvalidValueError
 from remap.foreign import check_extent
 from remap.lifetime import undo
 from remap.locations import Device, device
+from remap.sizes import counted, parse_size
 from remap.spans import Span, host_array
 from remap.streams import Queue, StreamCalls, StreamLike, default_handle
 from remap.types import Access
@@ -19,8 +20,8 @@ from remap.uses import After, Known
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-Shape: TypeAlias = SupportsIndex | Sequence[SupportsIndex]
-"""What is taken as a shape: one extent, or a sequence of them."""
+Shape: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | str
+"""What is taken as a shape: one extent, a sequence of them, or text such as "64MiB", as many elements as fill that."""
 
 
 class TypedMemory(DeviceArray):
@@ -215,8 +216,17 @@ class OwnedMemory(TypedMemory):
 
 
 def extent(shape: Shape, dtype: DTypeLike) -> tuple[tuple[int, ...], Any, int]:
-    """Return a shape, a type and the bytes that they take, checked; raises `InvalidValueError`, `OverflowError`."""
+    """Return a shape, a type and the bytes that they take, checked; raises `InvalidValueError`, `OverflowError`.
+
+    Text that is a size in bytes is as many elements as fill them.
+    """
     kind = check_type(dtype)
+    if isinstance(shape, str):
+        size = parse_size(shape)
+        if size % kind.itemsize:
+            rule = f"an element of {kind} takes {counted(int(kind.itemsize), 'byte')}, and these are no whole number"
+            raise InvalidValueError(f"{shape} of {kind}", rule=rule)
+        shape = size // int(kind.itemsize)
     try:
         extents = check_shape(shape)
     except TypeError:
