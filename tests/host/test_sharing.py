@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from remap.drivers.host import HostDriver
 from remap.errors import CudaResult, DriverError, OutOfMemoryError, RemapError
 from remap.types import Access, AllocationProperties, HandleType, HostNuma, Location
 
-from .support import GRANULE, Host, device, run_child
+from .support import GRANULE, LIMIT, Host, device, run_child
 
 FD = HandleType.POSIX_FD
 ADD_SEALS = 1033
@@ -216,6 +219,58 @@ def test_ledger_counts_shared_memory_once(
     assert importer.driver.memory_info().used == GRANULE
     importer.driver.release(imported)
     assert importer.driver.memory_info().used == 0
+
+
+KEEPER = """
+import socket, sys
+link = socket.socket(fileno=int(sys.argv[1]))
+_, fds, _, _ = socket.recv_fds(link, 1, 1)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("end", ["leaves", "dies"])
+def test_ledger_counts_what_is_kept_by_descriptors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_host: Callable[..., Host], end: str
+) -> None:
+    """Memory that only a process without a driver holds counts once, until that closes it; others may come and go."""
+    path = tmp_path / "state"
+    monkeypatch.setenv("REMAP_HOST_STATE", str(path))
+    ours, theirs = socket.socketpair()
+    exporter, other = open_host(memory="8MiB"), open_host(memory="8MiB")
+    descriptor = export(exporter, shareable(exporter))
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", KEEPER, str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with ours, theirs, keeper:
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        socket.send_fds(ours, [b"x"], [descriptor])
+        assert keeper.stdout.readline() == "held\n"
+        if end == "dies":
+            # Its line as that of a process that died: the table does not tell the two apart.
+            rows = json.loads(path.read_text())
+            path.write_text(json.dumps([[row[0], row[1] + 1, *row[2:]] for row in rows]))
+        else:
+            exporter.driver.shutdown()
+        imported = other.driver.import_handle(descriptor, FD)
+        os.close(descriptor)
+        assert other.driver.memory_info().used == GRANULE
+        other.driver.release(imported)
+        if end == "dies":
+            exporter.driver.shutdown()
+        assert other.driver.memory_info().used == GRANULE
+        assert [row[0] for row in json.loads(path.read_text())] == [keeper.pid]
+        keeper.stdin.write("\n")
+        keeper.stdin.flush()
+        keeper.wait(LIMIT)
+        assert other.driver.memory_info().used == 0
+    assert json.loads(path.read_text()) == []
 
 
 @pytest.mark.parametrize(

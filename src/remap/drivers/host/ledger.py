@@ -3,11 +3,15 @@
 With the environment variable `REMAP_HOST_STATE` set to a path, all processes that use the same path draw on the same
 budgets. The table is a small JSON file under an exclusive lock. Each line of it names its owner by process id and start
 time, so that the memory of processes that died, however they died, is counted no longer.
+
+Shareable memory lives on while any process has a descriptor of it, a broker for instance, which opens no driver. So
+when a driver leaves, its lines of shareable memory go to a process that has such a descriptor, as long as it has.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -21,11 +25,16 @@ from remap.errors import RemapError
 VARIABLE = "REMAP_HOST_STATE"
 _LARGEST = 16 << 20  # bytes of a table; more can only be a mistake
 _UNKNOWN = 0  # for the start of a process; only the kernel's own have been there since then
+_NO_DRIVER = 0  # for the driver: descriptors alone
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE}
 _numbers = itertools.count(1)
 
 
 class Entry(NamedTuple):
-    """Bytes that one driver holds on one place; `inode` is that of a shareable file, 0 for all other memory."""
+    """Bytes that one driver holds on one place; `inode` is that of a shareable file, 0 for all other memory.
+
+    Where `driver` is 0 a process has descriptors of the file, whatever it has them for.
+    """
 
     process: int
     started: int
@@ -37,7 +46,9 @@ class Entry(NamedTuple):
     @property
     def alive(self) -> bool:
         """Whether the owner still runs, or cannot be asked: memory of the living must not count as free."""
-        return _started(self.process) in {self.started, _UNKNOWN}
+        if _started(self.process) not in {self.started, _UNKNOWN}:
+            return False
+        return self.driver != _NO_DRIVER or _has(self.process, self.inode) is not False
 
 
 class Ledger:
@@ -103,7 +114,9 @@ class Ledger:
         """Leave the table: what this driver held counts no longer. Idempotent."""
         if self._fd >= 0:
             with contextlib.suppress(RemapError), self._locked() as entries:
+                left = [entry for entry in entries if entry[:3] == self._owner]
                 entries[:] = [entry for entry in entries if entry[:3] != self._owner]
+                _hand_on(left, entries)
             self._close_file()
 
     def after_fork(self) -> None:
@@ -130,6 +143,8 @@ class Ledger:
         try:
             before = self._read()
             entries = [entry for entry in before if entry.alive]
+            if len(entries) < len(before):
+                _hand_on([entry for entry in before if entry not in entries], entries)
             yield entries
             if entries != before:
                 self._write(entries)
@@ -180,6 +195,52 @@ def _sum(entries: list[Entry], place: str) -> int:
     here = [entry for entry in entries if entry.place == place]
     shared = {entry.inode: entry.size for entry in here if entry.inode}
     return sum(shared.values()) + sum(entry.size for entry in here if not entry.inode)
+
+
+def _hand_on(left: list[Entry], entries: list[Entry]) -> None:
+    """Give shareable memory, of whom that leaves, to a process that has a descriptor of it, if there is one.
+
+    Also where another driver holds it: that may leave before the process does.
+    """
+    known = {entry.inode for entry in entries if entry.driver == _NO_DRIVER}
+    for entry in {entry.inode: entry for entry in left if entry.inode and entry.inode not in known}.values():
+        holder = _holder(entry.inode)
+        if holder is None:  # nobody can be asked now
+            entries.append(entry)
+        elif holder:
+            entries.append(entry._replace(process=holder, started=_started(holder), driver=_NO_DRIVER))
+
+
+def _holder(inode: int) -> int | None:
+    """Return a process that has a descriptor of a shareable file, 0 if there is none, and None if it cannot be seen."""
+    try:
+        processes = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError as error:
+        return None if error.errno in _EXHAUSTED else 0
+    for process in processes:
+        has = _has(process, inode)
+        if has is not False:
+            return process if has else None
+    return 0
+
+
+def _has(process: int, inode: int) -> bool | None:
+    """Tell whether a process has a descriptor of a shareable file; None if this process may open no more files.
+
+    What is not to be seen, of other users and of those who hide it, counts as not there.
+    """
+    folder = f"/proc/{process}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        return None if error.errno in _EXHAUSTED else False
+    for name in names:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            path = f"{folder}/{name}"
+            # Other file systems have files of the same number.
+            if os.stat(path).st_ino == inode and os.readlink(path).startswith("/memfd:remap "):
+                return True
+    return False
 
 
 def _started(process: int) -> int:
