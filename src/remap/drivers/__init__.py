@@ -162,7 +162,7 @@ def use(driver: str | Driver, **options: Any) -> Driver:
 
     - `devices` (2): how many there are
     - `memory` ("512MiB"): what each has, or one size for each
-    - `host_memory` ("1GiB"): what can be allocated on the host, over all nodes; `remap.host_pool(limit=)` bounds backups
+    - `host_memory` ("1GiB"): what can be allocated on the host, over all nodes, and not backups (`remap.host_pool`)
     - `numa_nodes` (1): how many nodes the host has
     - `granularity` ("2MiB"): what sizes of physical allocations are multiples of
     - `peers` ("all"): who reaches whom; "none", or for each device a list with a truth value for each
