@@ -8,18 +8,22 @@ A launch and somebody who takes memory away may meet. The launch says first what
 the other one renews the stamp first, and looks then who uses it (`launches.check_none`). So one of them sees the other:
 the launch looks again, and is refused, or the other one is. That takes no lock. Rejected: counting uses under the
 driver's lock, which a launch would take twice; and holding it throughout, as a launch waits where its stream is full.
+
+A graph is launched long after its work was put together. So what that work uses is noted part by part (`MemoryUse`),
+for a node when it is made, and for work on a captured stream when it is queued (`launches.recording`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
-from weakref import ref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias
+from weakref import ReferenceType, ref
 
 from remap.errors import InUseError
 from remap.forks import in_child
 from remap.lifetime import Resource, captures_running
-from remap.types import Location
+from remap.types import Access, Location
 
 
 class Usable(Protocol):
@@ -35,15 +39,51 @@ class Usable(Protocol):
         ...
 
 
+class Memory(Usable, Protocol):
+    """Memory of remap, whose parts may differ in what can be done with them."""
+
+    def _check_use(
+        self, asked: str, place: Location, needed: Access = ..., part: tuple[int, int] | None = ...
+    ) -> None:
+        """Raise if the device at `place` cannot use it, or its part, (offset, size), in that way now."""
+        ...
+
+
+class MemoryUse:
+    """A use of memory by a graph: who reads or writes which part, (offset, size), of it; None where nobody knows.
+
+    It is looked at before a launch of the graph as a direct use would be, with the same errors, and keeps the memory
+    alive. What a kernel in CUDA C++ touches nobody knows, so that there is none for its arguments.
+    """
+
+    __slots__ = ("__weakref__", "memory", "needed", "part", "place")
+
+    def __init__(self, memory: Memory, place: Location, needed: Access, part: tuple[int, int] | None) -> None:
+        self.memory = memory
+        self.place = place
+        self.needed = needed
+        self.part = part
+
+    @property
+    def _uses(self) -> Any:
+        return self.memory._uses
+
+    def _check_use(self, asked: str, place: Location) -> None:
+        del place  # the device that does the work need not be the one that the graph is launched on
+        self.memory._check_use(asked, self.place, self.needed, self.part)
+
+
 class Launches:
     """What is being launched at this moment, and the stamps that change when launches have to look or note again."""
 
-    __slots__ = ("stamp", "under_way", "waits")
+    __slots__ = ("recorders", "stamp", "under_way", "waits")
 
     def __init__(self) -> None:
         self.stamp: object = object()
         self.waits: object = object()
         self.under_way: dict[object, Sequence[object]] = {}
+        # What the captures that are on have recorded, each under a token of its own; mostly there is none.
+        self.recorders: dict[object, list[Recorded]] = {}
 
     def renew(self) -> None:
         """Let every launch look again, when something that it looks at has changed."""
@@ -70,10 +110,36 @@ class Launches:
                 next_step="Let that end first",
             )
 
+    @contextmanager
+    def recording(self) -> Generator[list[Recorded]]:
+        """Give a list that gets what work on captured streams uses, until the block ends."""
+        token, found = object(), list[Recorded]()
+        self.recorders[token] = found
+        self.forget()  # launches that are kept come by then, too
+        try:
+            yield found
+        finally:
+            self.recorders.pop(token, None)
+
+    def record(self, queue: Any, things: Sequence[object]) -> None:
+        """Note what work just queued uses, if its stream is being captured; there are recorders."""
+        with queue.device.current():
+            if not queue.device._driver.stream_capturing(queue.handle):
+                return
+        for found in list(self.recorders.values()):
+            found.append((queue, things))
+
     def _forked(self) -> None:
         self.under_way = {}
+        self.recorders = {}
         self.renew()
 
+
+Recorded: TypeAlias = tuple[Any, Sequence[object]]
+"""A captured stream, as a `streams.Queue`, and what work that was queued there uses."""
+
+PartUse: TypeAlias = tuple[ReferenceType[Any], Access, tuple[int, int]]
+"""Memory that a launch is known to use, how, and which part of it, (offset, size)."""
 
 launches = Launches()
 # Launches of other threads have not come along into a forked child; those of this one are refused there.
@@ -91,9 +157,21 @@ class Repeat:
     away meanwhile; closing it and the like wait from then on until the stream has passed (invariant 7).
 
     `checked` is the stamp that was there before the checks that it was made after, beyond those that it makes itself.
+    `parts` are those of memory that it uses, as far as they are known.
     """
 
-    __slots__ = ("_asked", "_call", "_checked", "_held", "_noted", "_seen", "_things", "_uses", "queue")
+    __slots__ = (
+        "_asked",
+        "_call",
+        "_checked",
+        "_held",
+        "_noted",
+        "_parts",
+        "_seen",
+        "_things",
+        "_uses",
+        "queue",
+    )
 
     def __init__(
         self,
@@ -102,9 +180,11 @@ class Repeat:
         asked: str,
         call: Callable[[], None],
         checked: object = None,
+        parts: Sequence[PartUse] = (),
     ) -> None:
         self.queue = queue
         self._checked = checked
+        self._parts = parts
         # Weakly: who launches holds what is launched on, and a launch that is kept for later must not.
         self._things = [ref(thing) for thing in things]
         self._uses = [thing._uses for thing in things]
@@ -174,10 +254,41 @@ class Repeat:
             for uses in self._uses:
                 uses.add(queue)
             if queue.transient:  # each launch has to be noted by itself
-                return
+                break
             if waits is launches.waits:
-                self._noted = waits
-                return
+                if not launches.recorders:  # so has each one in a capture
+                    self._noted = waits
+                break
+        if launches.recorders:
+            launches.record(queue, self._memory())
+
+    def _memory(self) -> list[MemoryUse]:
+        """Return what it uses of memory, part by part, as far as that is known."""
+        place = self.queue.device.location
+        found: list[MemoryUse] = [thing for one in self._things if isinstance(thing := one(), MemoryUse)]
+        for reference, needed, part in self._parts:
+            memory = reference()
+            if memory is not None:
+                found.append(MemoryUse(memory, place, needed, part))
+        return found
+
+
+def merged(uses: Iterable[MemoryUse]) -> list[MemoryUse]:
+    """Return the same uses in as few as possible: neighbouring and overlapping parts become one."""
+    alike: dict[tuple[int, Location, Access], list[MemoryUse]] = {}
+    for use in uses:
+        alike.setdefault((id(use.memory), use.place, use.needed), []).append(use)
+    found: list[MemoryUse] = []
+    for (_, place, needed), several in alike.items():
+        parts: list[tuple[int, int] | None] = [None] if any(use.part is None for use in several) else []
+        for part in sorted(use.part for use in several if use.part is not None and use.part[1]):
+            last = parts[-1] if parts else None
+            if last is not None and part[0] <= sum(last):
+                parts[-1] = last[0], max(sum(last), sum(part)) - last[0]
+            else:
+                parts.append(part)
+        found += [MemoryUse(several[0].memory, place, needed, part) for part in parts]
+    return found
 
 
 def check_uses(things: Iterable[Usable], place: Location, asked: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from remap.errors import AccessError, InvalidValueError, RemapError
-from remap.launches import launches
+from remap.launches import MemoryUse, launches
 from remap.lifetime import tell, undo, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
@@ -248,6 +248,11 @@ class Span(Range):
             try:
                 if left is not None and token in mine:
                     self._left_in(left, keep, source)
+                    if launches.recorders:
+                        uses = [MemoryUse(self, place, needed, part)]
+                        if source is not None:
+                            uses.append(MemoryUse(source, place, Access.READ, source_part))
+                        launches.record(left, [*uses, keep])
             except BaseException as error:  # interrupted: the work is queued all the same
                 undo(error, self._left_in, left, keep, source)
                 raise

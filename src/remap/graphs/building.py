@@ -23,13 +23,13 @@ from remap.errors import (
     OutOfMemoryError,
     driver_error,
 )
-from remap.graphs.nodes import Allocation, Condition, GraphArray, HostCall, Node, Written
+from remap.graphs.nodes import Allocation, Condition, GraphArray, HostCall, Node
 from remap.kernels.launch import Extent, Prepared
-from remap.launches import check_uses
+from remap.launches import MemoryUse, check_uses
 from remap.locations import Device
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import Span
-from remap.types import Touched
+from remap.types import Access, Touched
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -177,7 +177,7 @@ class Nodes:
                 handle = self._driver.graph_add_kernel(
                     self._handle, handles_of(behind), prepared.function, prepared.config, packed, touches
                 )
-            keeps = [prepared.module, kernel, *arguments, *packed.spans, *map(Written, prepared.written)]
+            keeps = [prepared.module, kernel, *arguments, *packed.spans, *prepared.memory]
         finally:
             packed.give_back()
         return self._add(handle, NodeKind.KERNEL, behind, name, keeps=keeps, uses=allocations)
@@ -209,7 +209,7 @@ class Nodes:
                 self._handle, handles_of(behind), ends[0].address, ends[1].address, size, host
             )
         detail = f"{format_size(size)} {ends[1].address:#x} to {ends[0].address:#x}"
-        keeps = [target, source, *_written(target)]
+        keeps = [target, source, *self._memory(ends, size)]
         return self._add(handle, NodeKind.COPY, behind, detail, keeps=keeps, uses=_used(ends))
 
     def fill(
@@ -238,7 +238,7 @@ class Nodes:
                 self._handle, handles_of(behind), end.address, value, 1, size
             )
         detail = f"{format_size(size)} at {end.address:#x} with {value}"
-        keeps = [target, *_written(target)]
+        keeps = [target, *self._memory((end,), size)]
         return self._add(handle, NodeKind.FILL, behind, detail, keeps=keeps, uses=_used((end,)))
 
     def host(self, function: Callable[..., object], *arguments: object, after: Iterable[Node] = ()) -> Node:
@@ -314,16 +314,16 @@ class Nodes:
     def _end(self, what: Any, offset: Size, writes: bool) -> _End:
         offset = parse_size(offset, "offset")
         if isinstance(what, Allocation):
-            return _End(what.address + offset, what.size - offset, what, None, False)
+            return _End(what.address + offset, what.size - offset, what, None, False, writes)
         if isinstance(what, Span):
             what._check()
-            return _End(what._address + offset, what.size - offset, None, what, False)
+            return _End(what._address + offset, what.size - offset, None, what, False, writes)
         if isinstance(what, np.ndarray):
             array = cast("NDArray[Any]", what)
             if not array.flags.c_contiguous or (writes and not array.flags.writeable):
                 rule = "it must be contiguous, and writable where it is written"
                 raise InvalidValueError("a host array of this kind in a graph", rule=rule)
-            return _End(array.ctypes.data + offset, array.nbytes - offset, None, None, True)
+            return _End(array.ctypes.data + offset, array.nbytes - offset, None, None, True, writes)
         raise TypeError(f"a graph copies buffers, allocations and NumPy arrays, not {type(what).__name__}")
 
     def _check_ends(self, asked: str, ends: Sequence[_End], size: int, behind: Sequence[Node]) -> None:
@@ -336,6 +336,16 @@ class Nodes:
         spans = [end.span for end in ends if end.span is not None]
         with self._driver.lock:
             check_uses(spans, self.device.location, asked)
+
+    def _memory(self, ends: Sequence[_End], size: int) -> list[MemoryUse]:
+        """Return which parts of buffers a node uses, for the launches that look at them again."""
+        found: list[MemoryUse] = []
+        for end in ends:
+            if end.span is not None:
+                needed = Access.READ_WRITE if end.writes else Access.READ
+                part = (end.address - end.span._address, size)
+                found.append(MemoryUse(end.span, self.device.location, needed, part))
+        return found
 
     def _add(
         self,
@@ -376,13 +386,14 @@ class Nodes:
 
 
 class _End(NamedTuple):
-    """One end of a copy: its address, how many bytes there are, and what it belongs to."""
+    """One end of a copy: its address, how many bytes there are, what it belongs to, and whether it is written."""
 
     address: int
     size: int
     allocation: Allocation | None
     span: Span | None
     host: bool
+    writes: bool
 
 
 def _used(ends: Sequence[_End]) -> list[Allocation]:
@@ -401,7 +412,3 @@ def _known(argument: object) -> bool:
 def handles_of(nodes: Sequence[Node]) -> list[int]:
     """Return the driver's handles of nodes."""
     return [node._handle for node in nodes]
-
-
-def _written(target: Any) -> list[Written]:
-    return [Written(target)] if isinstance(target, Span) else []

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from remap.drivers.graph_powers import CaptureMode, SupportsCapture
 from remap.drivers.powers import SupportsPools
+from remap.drivers.protocol import PER_THREAD_STREAM
 from remap.errors import ClosedError, InUseError, InvalidValueError
 from remap.graphs.graph import Graph
 from remap.graphs.nodes import Allocation, missing
 from remap.kernels.module import Module
+from remap.launches import Recorded, launches
 from remap.lifetime import Release, Resource, capturing, epoch, live, queued, undo
 from remap.locations import Device, device, in_context
 from remap.sizes import Size, parse_size
 from remap.spans import Span
-from remap.streams import StreamLike, as_stream
+from remap.streams import Queue, StreamLike, as_stream
 from remap.uses import Uses
 
 
@@ -39,7 +42,8 @@ class Capture:
             raise missing("captures", f"a capture on {self.device}")
         self._driver = driver
         self._mode = mode
-        self._held = capturing()
+        self._held = ExitStack()  # what is on while the capture is; dropped with it, too
+        self._recorded: Sequence[Recorded] = ()
         self._allocations: dict[int, Allocation] = {}
         self._graph: Graph | None = None
         self._on = False
@@ -85,8 +89,9 @@ class Capture:
         """Begin the capture."""
         if self._on or self._graph is not None:
             raise InUseError("a second use of a capture", rule="it captures once", next_step="Make another")
-        self._held.__enter__()
         try:
+            self._held.enter_context(capturing())
+            self._recorded = self._held.enter_context(launches.recording())
             with self.device.current():
                 self._begun = not self.device._driver.stream_capturing(self._queue.handle)
                 self._driver.begin_capture(self._queue.handle, self._mode)
@@ -104,16 +109,22 @@ class Capture:
             return
         handle, graph = 0, None
         try:
-            used = list(self._used())
+            used, streams = list(self._used()), self._taking_part()
             with self.device.current():
                 handle = self._driver.end_capture(self._queue.handle)
                 self._begun = False
             owned, handle = handle, 0  # an object that was interrupted as it was made may give it back itself
             graph = Graph(self.device, _handle=owned)
             graph._adopt(graph._driver.graph_nodes(owned))
+            # Those that are still being captured take part in something else.
+            own = {key for key, queue in streams.items() if queue is None or not _captured(queue)}
+            for queue, things in self._recorded:
+                if _key(queue) in own:
+                    used += things
             graph._keeps = used
             self._graph = graph
-            self._held.__exit__(None, None, None)
+            self._recorded = ()
+            self._held.close()
         except BaseException as failed:
             if graph is not None:
                 undo(failed, graph.close)
@@ -125,7 +136,8 @@ class Capture:
 
     def _discard(self, error: BaseException) -> None:
         """Let the stream go after `error`, without a graph."""
-        self._held.__exit__(None, None, None)
+        self._held.close()
+        self._recorded = ()
         begun, self._begun = self._begun, False
         if begun:
             undo(error, _end, self.device, self._queue.handle)
@@ -148,13 +160,25 @@ class Capture:
             if isinstance(thing, Span):
                 uses = thing._known_uses
             for queue in uses.queues if uses is not None else ():
-                key = (queue.device.index, queue.handle)
+                key = _key(queue)
                 if key not in known:
-                    with queue.kept() as there, queue.device.current():
-                        known[key] = there and queue.device._driver.stream_capturing(queue.handle)
+                    known[key] = _captured(queue)
                 if known[key]:
                     yield thing
                     break
+
+    def _taking_part(self) -> dict[tuple[int, int], Queue | None]:
+        """Return the streams with recorded work that are being captured, as far as it is safe to ask; None elsewhere.
+
+        A bare handle was valid when that work was queued, and nobody knows whether it still is.
+        """
+        found: dict[tuple[int, int], Queue | None] = {}
+        for queue in {_key(queue): queue for queue, _ in self._recorded}.values():
+            if queue.owner is None and queue.handle > PER_THREAD_STREAM:
+                found[_key(queue)] = None
+            elif not queue.gone() and _captured(queue):
+                found[_key(queue)] = queue
+        return found
 
 
 def capture(stream: StreamLike | None = None, *, mode: CaptureMode | str = CaptureMode.RELAXED) -> Capture:
@@ -169,6 +193,16 @@ def capture(stream: StreamLike | None = None, *, mode: CaptureMode | str = Captu
     except ValueError:
         rule = f"a mode is one of {', '.join(CaptureMode)}"
         raise InvalidValueError(f"capture mode {mode!r}", rule=rule) from None
+
+
+def _key(queue: Queue) -> tuple[int, int]:
+    return queue.device.index, queue.handle
+
+
+def _captured(queue: Queue) -> bool:
+    """Tell whether a stream is being captured, by whomever."""
+    with queue.kept() as there, queue.device.current():
+        return there and bool(queue.device._driver.stream_capturing(queue.handle))
 
 
 def _end(at: Device, stream: int) -> None:

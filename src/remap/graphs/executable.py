@@ -15,9 +15,9 @@ from remap.drivers.graph_powers import NodeKind
 from remap.drivers.powers import SupportsRepeats
 from remap.errors import InUseError, NotSupportedError, RemapError, not_supported
 from remap.graphs import footprint
-from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, Written, raise_failure
+from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, raise_failure
 from remap.kernels.module import Module
-from remap.launches import Repeat, Usable, launches
+from remap.launches import MemoryUse, Repeat, Usable, launches, merged
 from remap.lifetime import Description, Release, Resource, Step, epoch, watchers
 from remap.locations import Device, in_context
 from remap.sizes import counted
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class Executable(Resource):
     """A graph as it was when it was instantiated. Made by `Graph.instantiate`.
 
-    It keeps buffers, modules and functions of its nodes alive. A launch needs the buffers open and backed: one that
-    was paused and resumed, or moved, between two launches is at the same address, and the graph goes on.
+    It keeps buffers, modules and functions of its nodes alive. A launch needs the buffers open and backed, and the
+    parts that nodes touch committed, and writable where they are written. A buffer that was paused and resumed, moved,
+    grown, or shrunk behind those parts between two launches is at the same address, and the graph goes on.
     """
 
     kind: ClassVar[str] = "executable graph"
@@ -84,9 +85,12 @@ class Executable(Resource):
         """Queue one run on a stream; does not wait.
 
         It comes after what the stream has, and after earlier runs of this executable. Raises `InUseError` while
-        memory that an earlier launch left lives (unless made with `auto_free`), `OutOfMemoryError`, `ClosedError` or
-        `PausedError` for buffers of its nodes, and `LaunchError` for what a host function has raised in an earlier
-        run; nothing is launched then. Source: cuGraphLaunch.
+        memory that an earlier launch left lives (unless made with `auto_free`), `OutOfMemoryError`, and `LaunchError`
+        for what a host function has raised in an earlier run. For buffers of its nodes, as a direct use of the same
+        part: `ClosedError`, `PausedError`, `InvalidValueError` where a part that a node touches is not committed any
+        more, `AccessError` where one that it writes is shared with a fork by now, or a right is gone. Nothing is
+        launched then. Of a kernel in CUDA C++ nobody knows what it touches: its buffers have to be open, backed and
+        readable, and all else is up to you. Source: cuGraphLaunch.
         """
         latest = self._latest
         if self._failures:
@@ -244,6 +248,7 @@ class _Run(Repeat):
         nodes: Sequence[Usable],
     ) -> None:
         super().__init__(things, queue, of._asked, call)
+        self._uses, self._held = _distinct(self._uses), _distinct(self._held)  # parts have those of the whole
         self._of = ref(of)
         self._nodes = nodes
 
@@ -256,10 +261,10 @@ class _Run(Repeat):
 
 
 def _used(kept: Iterable[object]) -> list[Usable]:
-    """Return what launches keep from being taken away, and what they write."""
+    """Return what launches keep from being taken away, and which parts of it they read and write."""
     kept = list(kept)
-    written = {id(one.span): one for one in kept if isinstance(one, Written)}
-    return [*_distinct(one for one in kept if isinstance(one, (Span, Module))), *written.values()]
+    parts = merged(one for one in kept if isinstance(one, MemoryUse))
+    return [*_distinct(one for one in kept if isinstance(one, (Span, Module))), *parts]
 
 
 _UPDATING = "another thread is updating it"

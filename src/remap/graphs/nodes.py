@@ -24,7 +24,7 @@ from remap.locations import Device, in_context
 from remap.sizes import format_size
 from remap.spans import Chunk, Span
 from remap.streams import StreamLike, as_stream
-from remap.types import Access, Held, Location
+from remap.types import Access, Held
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -70,25 +70,6 @@ class Node:
     def __repr__(self) -> str:
         """Return the line in angles."""
         return f"<remap node {self}>"
-
-
-class Written:
-    """A buffer that a node writes: the right to is looked at again before each launch, and not only the right to read.
-
-    What a kernel in CUDA C++ writes nobody knows, so that its buffers have none.
-    """
-
-    __slots__ = ("__weakref__", "span")
-
-    def __init__(self, span: Span) -> None:
-        self.span = span
-
-    @property
-    def _uses(self) -> Any:
-        return self.span._uses
-
-    def _check_use(self, asked: str, place: Location) -> None:
-        self.span._check_use(asked, place, Access.READ_WRITE)
 
 
 class Allocation(Node):

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from remap.launches import Changed, Repeat, Usable, launches
+from remap.launches import Changed, PartUse, Repeat, Usable, launches
 from remap.lifetime import watchers
 from remap.ranges import Range
 from remap.spans import Span
@@ -139,8 +139,9 @@ class Again(Repeat):
         shape: Shape,
         found: Repeatable,
         checked: object,
+        parts: Sequence[PartUse],
     ) -> None:
-        super().__init__(things, work.queue, asked, call, checked)
+        super().__init__(things, work.queue, asked, call, checked, parts)
         self.shape = shape
         self.places, self.numbers, self.outside, self.values = found
         self.references: list[weakref.ref[Any]] = []

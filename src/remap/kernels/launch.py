@@ -15,10 +15,9 @@ from remap.kernels.again import Again, Kept, Repeatable, Shape, is_foreign
 from remap.kernels.image import Parameter
 from remap.kernels.params import Arguments, Packer
 from remap.kernels.twin import Twin, runner
-from remap.launches import Changed, Repeat, Usable, check_uses, launches
+from remap.launches import Changed, MemoryUse, PartUse, Repeat, Usable, check_uses, launches
 from remap.lifetime import watchers
 from remap.sizes import Size, format_size, parse_size
-from remap.spans import Span
 from remap.streams import Queue, Stream, StreamLike, as_stream
 from remap.types import Access, Dim3, LaunchConfig, Location, Touched
 
@@ -36,8 +35,8 @@ _KEPT = 256  # configurations that one kernel remembers as checked
 class Prepared(NamedTuple):
     """A launch that was checked, for a graph that makes it later, any number of times.
 
-    `packed` is given back once a node has taken the bytes over; `module` must stay open while it can be made. `written`
-    is memory that it is known to write.
+    `packed` is given back once a node has taken the bytes over; `module` must stay open while it can be made. `memory`
+    are the parts that it is known to use.
     """
 
     function: Any
@@ -45,7 +44,7 @@ class Prepared(NamedTuple):
     packed: Arguments
     touches: list[Touched] | None
     module: Module
-    written: tuple[Span, ...] = ()
+    memory: Sequence[MemoryUse] = ()
 
 
 class Work(NamedTuple):
@@ -161,6 +160,7 @@ class Kernel:
         shape: Shape,
         found: Repeatable | None,
         checked: object,
+        parts: Sequence[PartUse] = (),
     ) -> None:
         """Launch while nobody can take away what that uses, and keep the launch if `found` says how to repeat it."""
         packed = work.packed
@@ -168,10 +168,10 @@ class Kernel:
         try:
             # On the host driver the numbers are in the function.
             if found is None or (self._function is None and found.numbers):
-                Repeat(things, work.queue, self._asked, partial(_queue, work), checked).go()
+                Repeat(things, work.queue, self._asked, partial(_queue, work), checked, parts).go()
                 packed.give_back()
                 return
-            again = Again(things, work, self._asked, self._call(work), shape, found, checked)
+            again = Again(things, work, self._asked, self._call(work), shape, found, checked, parts)
             again.go()
         except BaseException:
             packed.give_back()

@@ -25,10 +25,11 @@ from remap.kernels.loaded import Loaded
 from remap.kernels.reading import Source
 from remap.kernels.statements import type_kernel
 from remap.kernels.variant import Variant
-from remap.launches import launches
+from remap.launches import MemoryUse, PartUse, launches
 from remap.locations import Device
 from remap.locations import device as find_device
 from remap.sizes import Size
+from remap.spans import Span
 from remap.streams import StreamCalls, StreamLike, as_stream
 from remap.types import Access, LaunchConfig, Touched
 
@@ -111,7 +112,10 @@ class PythonKernel:
         else:
             work = Work(loaded.function, config, queue, variant.pack(arguments, views), None)
         shape = (len(arguments), _hashable(grid), _hashable(block), shared, allow_overlap)
-        loaded.kernel._launch(work, self._kept, arguments, stream, shape, found, checked)
+        parts: list[PartUse] = []
+        if found is not None or launches.recorders:  # else nobody asks for them
+            parts = [(weakref.ref(owner), needed, part) for owner, needed, part in _uses(variant, views)]
+        loaded.kernel._launch(work, self._kept, arguments, stream, shape, found, checked, parts)
 
     def _prepare(
         self, arguments: tuple[Any, ...], grid: Extent, block: Extent, shared: Size, at: Device
@@ -129,8 +133,9 @@ class PythonKernel:
         else:
             packed = variant.pack(arguments, views)
         prepared = loaded.kernel._prepared(function, config, packed, touches)
-        owners = [one.owner for one in variant.places(views) if one.written]
-        return prepared._replace(written=tuple(owner for owner in owners if owner is not None))
+        uses = _uses(variant, views)
+        memory = [MemoryUse(owner, at.location, needed, part) for owner, needed, part in uses]
+        return prepared._replace(memory=memory)
 
     def _config(self, loaded: Loaded, grid: Extent, block: Extent, shared: Size) -> LaunchConfig:
         try:
@@ -225,6 +230,19 @@ def _device_of(views: dict[int, View]) -> Device:
                 next_step=owner._grant_step(find_device().location, Access.READ_WRITE),
             )
     return find_device()
+
+
+def _uses(variant: Variant, views: dict[int, View]) -> list[tuple[Span, Access, tuple[int, int]]]:
+    """Return which part, (offset, size), of what memory of ours a launch reads or writes."""
+    return [
+        (
+            one.owner,
+            Access.READ_WRITE if one.written else Access.READ,
+            (one.address - one.owner._address, one.size),
+        )
+        for one in variant.places(views)
+        if one.owner is not None
+    ]
 
 
 def _launched_only(asked: str) -> LaunchError:
