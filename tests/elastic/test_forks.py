@@ -143,6 +143,32 @@ def test_shared_memory_stays_where_it_is(stage: Stage) -> None:
     root.close()
 
 
+@pytest.mark.parametrize("gone", ["the fork", "the source", "its chunks"])
+def test_what_no_fork_has_any_more_can_be_written(stage: Stage, gone: str) -> None:
+    """Where all others have gone or given the memory back, it needs no call to write it, and no copy (trap 7)."""
+    source, data = prefix()
+    fork = source.fork()
+    one, other = (fork, source) if gone == "the source" else (source, fork)
+    if gone == "its chunks":
+        other.resize(0)
+    else:
+        other.close()
+    assert one.shared == ()
+    mark = stage.mark()
+    one.fill(1, size=1)
+    one.copy_from_host(b"2", offset=PREFIX - 1)
+    assert not {"create", "copy", "map"} & set(stage.names_since(mark))
+    assert one.to_host().tobytes() == b"\1" + data[1:-1] + b"2"
+    one.set_access({0: "r"})
+    one.set_access({0: "rw"})
+    one.array().copy_from(np.zeros(PREFIX, np.uint8))
+    remap.pause(one)
+    remap.resume(one)
+    one.fill(3)
+    other.close()
+    one.close()
+
+
 def test_forks_of_forks_and_of_growth(stage: Stage) -> None:
     """Forks fork; what one committed after its fork is shared by its own forks alone."""
     del stage

@@ -209,8 +209,9 @@ class ElasticMachine(RuleBasedStateMachine):
                 with remap.device(0).current():
                     found = self.stage.inner.address_range(chunk.address)
                 assert (found.base, found.size) == (chunk.address, chunk.size)
+                writable = twin.writable(start, start + size)
                 right = self.stage.inner.get_access(chunk.address, remap.device(0).location)
-                assert (right is Access.READ) == (not twin.writable(start, start + size))
+                assert (right is Access.READ) == (not writable)
             counted = buffer.footprint().get(remap.device(0).location, 0)
             if self.ahead:  # whose chunks count, too, and whose thread may be at work
                 assert counted >= covered.sum()

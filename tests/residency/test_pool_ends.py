@@ -258,6 +258,6 @@ def test_it_tells_its_figures(stage: Stage) -> None:
     pool.trim()
     with filled(SIZE) as buffers:
         remap.pause(buffers)
-        assert repr(pool) == "<remap.HostPool: 32 MiB held, 4 MiB used by backups, 0 B ready, limit 1 GiB>"
+        assert repr(pool) == "<remap.HostPool: 32 MiB held, 4 MiB used, 0 B ready, limit 1 GiB>"
         remap.resume(buffers)
     pool.configure(1 << 60, 0)

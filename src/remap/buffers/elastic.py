@@ -8,16 +8,17 @@ from typing import ClassVar, TypeAlias
 
 from remap import drivers
 from remap.buffers.base import POISON
-from remap.buffers.growth import Change, GrowingBuffer
+from remap.buffers.forking import ForkingBuffer
+from remap.buffers.growth import Change
 from remap.buffers.placement import one_place, place
-from remap.buffers.shares import alias, read_only, separate, waited_for
+from remap.buffers.shares import waited_for
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike, parse_chunk
-from remap.errors import AccessError, InUseError, InvalidValueError
+from remap.errors import AccessError, InvalidValueError
 from remap.handles import parse_alignment
 from remap.launches import launches
-from remap.lifetime import Description, Rollback, drain, epoch, queued, undo
-from remap.locations import AccessLike, LocationLike
+from remap.lifetime import Description, drain, epoch, queued, undo
+from remap.locations import LocationLike
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk
 from remap.types import Access, HandleType
@@ -30,7 +31,7 @@ _NOTHING = Change()
 _NO_BYTES = (0, 0)
 
 
-class ElasticBuffer(GrowingBuffer):
+class ElasticBuffer(ForkingBuffer):
     """Memory that grows and shrinks under one address, and needs to be backed only where it is used.
 
     `capacity` bytes of addresses are reserved once; they cost no memory, and cannot be exceeded. `resize(n)` commits
@@ -172,120 +173,6 @@ class ElasticBuffer(GrowingBuffer):
         with self._driver.lock:
             return tuple(self._extents)
 
-    # -- sharing with forks --
-
-    def fork(self) -> ElasticBuffer:
-        """Return a second buffer with the same contents, which shares the memory behind them.
-
-        All chunks become read-only in both, for everybody; what either commits later is its own. Before writing to
-        shared bytes, call `make_private` for them. The fork is in the groups that this buffer is in, since those that
-        share memory sleep and move together. Waits for the work that may still write. Raises `InUseError` while
-        something uses the buffer or views it, `OutOfAddressSpaceError`. After a failure everything is as it was.
-        Source: cuMemRetainAllocationHandle, cuMemMap.
-        """
-        with self._change("forked"):
-            twin = self._empty_twin()
-            try:
-                with self._excluding("forked"):
-                    self._wait("forked", Known.STREAMS)
-                    alias(self, twin)
-            except BaseException as error:
-                if twin._reserved:
-                    undo(error, self._driver.free_range, twin._address, twin._reserved)
-                raise
-            twin._opened()
-        for told in self._heirs:
-            told(twin)
-        return twin
-
-    def _empty_twin(self) -> ElasticBuffer:
-        twin: ElasticBuffer = ElasticBuffer.__new__(ElasticBuffer)
-        GrowingBuffer.__init__(
-            twin,
-            self._driver,
-            self._placement,
-            self.capacity,
-            self._sizes,
-            alignment=self._alignment,
-            pools=self._supply.pools,
-            ahead=self._margin,
-        )
-        twin._rights, twin._poison = self._rights, self._poison
-        twin._grant(self._granted)
-        return twin
-
-    def make_private(self, start: Size = 0, stop: Size | None = None) -> Change:
-        """Let this buffer have the bytes from `start` up to `stop` for itself, so that it can write them.
-
-        Copies the shared chunks in that range, whole ones always; where all forks have gone or have copies, nothing
-        needs to be copied. Waits for work that uses the buffer, and copies before it excludes others. Raises
-        `OutOfMemoryError` and `InUseError`; after a failure everything is as it was.
-        """
-        first = parse_size(start, "start")
-        last = self._size if stop is None else parse_size(stop, "stop")
-        self._check_bounds("make_private", first, last)
-        with self._change("made private"):
-            chunks = self._shared_chunks(first, last)
-            alone = [chunk for chunk in chunks if self._sole(chunk)]
-            shared = [chunk for chunk in chunks if not self._sole(chunk)] if len(alone) < len(chunks) else []
-            with Rollback() as rollback:
-                for chunk in alone if self._granted else ():
-                    rollback.undo(
-                        self._driver.set_access, chunk.address, chunk.size, read_only(self._granted)
-                    )
-                    self._driver.set_access(chunk.address, chunk.size, self._granted)
-                if shared:
-                    separate(self, shared)
-            with self._driver.lock:
-                for chunk in alone:
-                    del self._shares[chunk.address]
-        if shared:
-            self._changed()
-        return Change(mapped=sum(chunk.size for chunk in shared))
-
-    @property
-    def shared(self) -> tuple[tuple[int, int], ...]:
-        """The parts that forks share, as (start, stop) offsets of whole chunks: they can be read and not written."""
-        self._check()
-        with self._driver.lock:
-            found = self._shared_chunks(0, self.capacity)
-        base = self._address
-        parts: list[tuple[int, int]] = []
-        for chunk in found:
-            start = chunk.address - base
-            if parts and parts[-1][1] == start:
-                start = parts.pop()[0]
-            parts.append((start, chunk.address - base + chunk.size))
-        return tuple(parts)
-
-    def _shared_chunks(self, start: int, stop: int) -> list[Chunk]:
-        if not self._shares:
-            return []
-        return [
-            chunk
-            for chunk in self._chunks[slice(*self._touching(start, stop))]
-            if chunk.address in self._shares
-        ]
-
-    # -- rights --
-
-    def set_access(self, access: AccessLike) -> None:
-        """Change the rights of the locations that are named, for what is committed and for what will be.
-
-        Refused with `InUseError` while chunks are shared with forks. Otherwise as for any other memory.
-        """
-        with self._change("given other rights"):
-            if self._shares:
-                raise InUseError(
-                    f"set_access of {self.describe()}",
-                    rule=f"{len(self._shares)} of its chunks are shared with forks, which need them as they are",
-                    next_step="Call make_private() first, or close the forks",
-                )
-            if self._ahead is not None:
-                self._ahead.flush()
-            super().set_access(access)
-            self._grant(tuple(self._rights.items()))
-
     def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
         if not size:
             return
@@ -304,24 +191,7 @@ class ElasticBuffer(GrowingBuffer):
                 next_step=f"Call make_private({offset}, {stop}) first",
             )
 
-    def _part_writable(self, offset: int, size: int) -> bool:
-        with self._driver.lock:
-            return not (self._shares and size and self._shared_chunks(offset, offset + size))
-
     # -- the steps of a change --
-
-    def _check_bounds(self, asked: str, start: int, stop: int) -> None:
-        self._check()
-        if start > stop:
-            raise InvalidValueError(
-                f"{asked} of bytes {start} to {stop}", rule="the start is behind the stop"
-            )
-        if stop > self.capacity:
-            raise InvalidValueError(
-                f"{asked} up to byte {stop} ({format_size(stop)}) of {self.kind} {self.serial}",
-                rule=f"its capacity is {format_size(self.capacity)}, reserved once",
-                next_step="Make the buffer with a larger capacity=: it costs addresses only",
-            )
 
     def _grow(self, start: int, stop: int) -> list[Chunk]:
         """Map what is missing of a part, and poison what is newly committed; nobody sees it yet."""
@@ -390,16 +260,6 @@ class ElasticBuffer(GrowingBuffer):
             stop, chunks[last - 1].address - base + chunks[last - 1].size
         ):
             last -= 1
-        return first, last
-
-    def _touching(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the indices of the chunks that have a byte between two offsets."""
-        if start >= stop:
-            return 0, 0
-        first, last = self._index(start), self._index(stop)
-        if first:
-            before = self._chunks[first - 1]
-            first -= before.address + before.size > self._address + start
         return first, last
 
     def describe(self) -> Description:
