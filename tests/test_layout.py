@@ -37,6 +37,7 @@ LAYERS = (
         "cards",
         "sites",
         "types",
+        "dtypes",
         "sizes",
         "errors",
         "loading",
@@ -60,6 +61,7 @@ NEIGHBOURS = {
     "releases": {"errors"},
     "cards": {"types", "sizes"},
     "types": {"sizes", "errors"},
+    "dtypes": {"errors"},
     "sizes": {"errors"},
 }
 """The exceptions: who may import whom within a layer."""

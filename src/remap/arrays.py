@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from remap import dlpack
+from remap.dtypes import ADDED, parse_dtype
 from remap.errors import AccessError, AlignmentError, InvalidValueError
 from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
@@ -229,6 +230,10 @@ class DeviceArray:
         users = owner.accessing
         if not users:
             raise AttributeError("no device has access to this memory, so it has no __cuda_array_interface__")
+        if self.dtype.name in ADDED:
+            raise AttributeError(
+                f"__cuda_array_interface__ has no {self.dtype}: take it by DLPack, or view its bits"
+            )
         writable = any(self._writable(owner._rights[one.location]) for one in users)
         if self._handed_out is None:
             self._handed_out = self._export("CUDA array interface")
@@ -289,10 +294,13 @@ class DeviceArray:
                 self.owner._wait_for_work("DLPack")
             elif stream != -1:
                 self.owner._uses.join(Queue(stream or 1, device(wanted[1]), None))
-            array = export.numpy(self.dtype, self.shape)
-            return dlpack.export(array, wanted, max_version)
+            kind = ADDED.get(self.dtype.name)
+            array = export.numpy(f"u{self.dtype.itemsize}" if kind else self.dtype, self.shape)
+            return dlpack.export(array, wanted, max_version, kind)
         if wanted == cpu and copy is not False:
-            return dlpack.export(self.to_host(), cpu, max_version, copied=True)
+            kind, array = ADDED.get(self.dtype.name), self.to_host()
+            array = array.view(f"u{self.dtype.itemsize}") if kind else array
+            return dlpack.export(array, cpu, max_version, kind, copied=True)
         if wanted is None:
             raise self._no_dlpack()
         raise ExportError(
@@ -354,9 +362,7 @@ class DeviceArray:
 
 def check_type(dtype: DTypeLike) -> Any:
     """Return what an array can be made of as a dtype; raises `InvalidValueError` for what has no bytes of its own."""
-    import numpy as np
-
-    kind = np.dtype(dtype)
+    kind = parse_dtype(dtype)
     if kind.hasobject:
         raise InvalidValueError(f"an array of {kind}", rule="Python objects cannot lie in memory of a device")
     if kind.itemsize == 0 or kind.subdtype is not None:
@@ -378,7 +384,7 @@ def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ..
 
 
 def _check_dlpack_type(kind: Any) -> None:
-    if kind.kind not in "iufcb" or not kind.isnative:
+    if kind.name not in ADDED and (kind.kind not in "iufcb" or not kind.isnative):
         raise ExportError(
             f"a DLPack capsule of {kind}",
             rule="DLPack describes numbers and booleans in the machine's byte order only",

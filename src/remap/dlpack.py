@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from remap.dtypes import ADDED
 from remap.errors import InvalidValueError
 from remap.forks import in_child
 from remap.sizes import LARGEST
@@ -79,6 +80,7 @@ class _ManagedVersioned(ctypes.Structure):
 _STRUCTURES: dict[bytes, type[_Managed | _ManagedVersioned]] = {PLAIN: _Managed, VERSIONED: _ManagedVersioned}
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}  # DLDataTypeCode: NumPy's letter
+_ADDED = {kind: name for name, kind in ADDED.items()}
 _BITS = {"i": (8, 16, 32, 64), "u": (8, 16, 32, 64), "f": (16, 32, 64), "c": (64, 128), "b": (8,)}
 
 _python = ctypes.pythonapi
@@ -110,11 +112,17 @@ in_child(_taking.renew)
 
 
 def export(
-    array: Any, device: tuple[int, int], max_version: tuple[int, int] | None, copied: bool = False
+    array: Any,
+    device: tuple[int, int],
+    max_version: tuple[int, int] | None,
+    kind: tuple[int, int] | None = None,
+    *,
+    copied: bool = False,
 ) -> Any:
     """Return a new capsule over a NumPy array's memory that says it lies on `device` (a kind and an index).
 
-    It is versioned if the consumer asks for 1.0 or newer, and NumPy (2.1 or newer) can make such a capsule.
+    `kind`, a code and bits, is what its elements are said to be where NumPy has no such type. The capsule is versioned
+    if the consumer asks for 1.0 or newer, and NumPy (2.1 or newer) can make such a one.
     """
     if not versioned(max_version):
         capsule = array.__dlpack__()
@@ -125,6 +133,8 @@ def export(
     name = _get_name(capsule)
     tensor = _STRUCTURES[name].from_address(_get_pointer(capsule, name)).tensor
     tensor.device.type, tensor.device.index = device
+    if kind is not None:
+        tensor.dtype.code, tensor.dtype.bits = kind
     return capsule
 
 
@@ -137,7 +147,7 @@ def versioned(max_version: tuple[int, int] | None) -> bool:
 
 
 class Tensor(NamedTuple):
-    """What a foreign capsule says. Strides are in elements."""
+    """What a foreign capsule says. `typestr` may name a type that only ml_dtypes has; strides are in elements."""
 
     address: int
     shape: tuple[int, ...]
@@ -221,6 +231,8 @@ def _extents(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
 
 
 def _typestr(kind: Any) -> str:
+    if kind.lanes == 1 and (kind.code, kind.bits) in _ADDED:
+        return _ADDED[kind.code, kind.bits]
     letter = _KINDS.get(kind.code, "")
     if kind.bits not in _BITS.get(letter, ()) or kind.lanes != 1:
         raise _refused(

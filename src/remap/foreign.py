@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from remap import dlpack, drivers
+from remap.dtypes import ADDED, parse_dtype
 from remap.errors import DriverError, InvalidValueError
 from remap.locations import Device, device
 from remap.sizes import LARGEST
@@ -84,7 +85,9 @@ class ForeignArray:
         if self.size == 0:
             return np.empty(self.shape, self.dtype)
         view: NDArray[Any] = np.asarray(_Interface(self))
-        return view
+        return (
+            view if view.dtype == self.dtype else view.view(self.dtype)
+        )  # the interface has NumPy's own types only
 
     def __repr__(self) -> str:
         """Return shape, type and place."""
@@ -95,14 +98,17 @@ class _Interface:
     """Shows a host array to NumPy, and keeps it alive for the NumPy array."""
 
     def __init__(self, array: ForeignArray) -> None:
+        import numpy as np
+
         self._array = array
+        kind = np.dtype(f"u{array.dtype.itemsize}") if array.dtype.name in ADDED else array.dtype
         self.__array_interface__ = {
             "version": 3,
             "data": (array.address, array.read_only),
             "shape": array.shape,
             "strides": array.strides,
-            "typestr": array.dtype.str,
-            "descr": array.dtype.descr,
+            "typestr": kind.str,
+            "descr": kind.descr,
         }
 
 
@@ -146,10 +152,9 @@ def from_dlpack(value: Any, *, stream: StreamLike | None = None) -> ForeignArray
     has seen to that when it made it. Raises `InvalidValueError` for a capsule that was used before, is none of
     DLPack's or is of a version that remap does not read, and for memory on a device that CUDA does not know.
     """
-    import numpy as np
 
     def accept(tensor: dlpack.Tensor) -> ForeignArray:
-        dtype = np.dtype(tensor.typestr)
+        dtype = parse_dtype(tensor.typestr)
         strides = None if tensor.strides is None else tuple(step * dtype.itemsize for step in tensor.strides)
         place = _location(tensor.device)
         return ForeignArray(tensor.address, tensor.shape, dtype, strides, place, tensor.read_only, None)

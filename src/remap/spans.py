@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from remap.dtypes import parse_dtype
 from remap.errors import AccessError, InvalidValueError, RemapError
 from remap.launches import MemoryUse, launches
 from remap.lifetime import tell, undo, watchers
@@ -91,11 +92,7 @@ class Span(Range):
         """
         import numpy as np
 
-        try:
-            kind = np.dtype(dtype)
-        except TypeError as error:
-            said = f"to_host takes a dtype of NumPy, such as 'float32', not {dtype!r}"
-            raise TypeError(f"{said}: {error}") from None
+        kind = parse_dtype(dtype)
         offset = parse_offset(offset)
         if shape is None:
             if not kind.itemsize:

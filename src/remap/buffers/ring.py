@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from remap import drivers
 from remap.buffers.base import Buffer
 from remap.buffers.placement import Placement, place
+from remap.dtypes import parse_dtype
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Rollback, drain, queued, undo
@@ -165,9 +166,10 @@ class RingBuffer(Buffer):
 
         start = operator.index(position)
         count = int(np.prod(shape, dtype=object))
-        if count * np.dtype(dtype).itemsize > self._size:
+        size = count * parse_dtype(dtype).itemsize
+        if size > self._size:
             raise InvalidValueError(
-                f"a window of {count * np.dtype(dtype).itemsize} bytes",
+                f"a window of {size} bytes",
                 rule=f"the ring has {format_size(self._size)}, and a longer one would meet itself",
             )
         return DeviceArray.over(self, dtype, shape, start % self._size if self._size else 0)

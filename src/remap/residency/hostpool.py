@@ -186,8 +186,7 @@ class HostPool:
     def __repr__(self) -> str:
         """Return the figures in short; `statistics()` has all of them."""
         found = self.statistics()
-        told = f"{format_size(found.held)} held, {format_size(found.used)} used by backups"
-        told += f", {format_size(found.ready)} ready"
+        told = f"{format_size(found.held)} held, {format_size(found.used)} used, {format_size(found.ready)} ready"
         told += f", {format_size(found.leaving)} leaving" if found.leaving else ""
         told += ", no limit" if found.limit is None else f", limit {format_size(found.limit)}"
         return f"<remap.HostPool: {told}{', closed' if self._closed else ''}>"

@@ -1,0 +1,52 @@
+"""Element types: NumPy's, and those of frameworks that the package ml_dtypes adds to NumPy (bfloat16, float8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remap.errors import InvalidValueError
+
+ADDED = {
+    "bfloat16": (4, 16),
+    "float8_e4m3fn": (10, 8),
+    "float8_e4m3fnuz": (11, 8),
+    "float8_e5m2": (12, 8),
+    "float8_e5m2fnuz": (13, 8),
+    "float8_e8m0fnu": (14, 8),
+}
+"""The types that NumPy has not, with the code and the bits that DLPack has for them (`DLDataTypeCode`)."""
+
+
+def parse_dtype(dtype: Any) -> Any:
+    """Return NumPy's dtype for a name, a dtype of NumPy or torch, or what else NumPy takes for one.
+
+    Raises `TypeError` for what is none, and `InvalidValueError` for a type that NumPy has only with ml_dtypes, where
+    that is missing.
+    """
+    import numpy as np
+
+    text = dtype if isinstance(dtype, str) else str(dtype)
+    name = text.removeprefix("torch.")
+    if name in ADDED:
+        return added(name)
+    try:
+        return np.dtype(name if text.startswith("torch.") else dtype)
+    except TypeError as error:
+        raise TypeError(f"a dtype is one of NumPy's, such as 'float32', and not {dtype!r}: {error}") from None
+
+
+def added(name: str) -> Any:
+    """Return the dtype that ml_dtypes has for one of the types in `ADDED`."""
+    import numpy as np
+
+    try:
+        import ml_dtypes
+    except ImportError:
+        bits = f"uint{ADDED[name][1]}"
+        raise InvalidValueError(
+            f"elements of type {name}",
+            rule="NumPy has no such type, and the package ml_dtypes, which adds it, is not installed",
+            next_step=f"Install ml_dtypes, or view the bits: array({bits!r}), and in torch "
+            f"torch.from_dlpack(array).view(torch.{name})",
+        ) from None
+    return np.dtype(getattr(ml_dtypes, name))
