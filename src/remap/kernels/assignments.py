@@ -34,7 +34,7 @@ class Assignments(Calls):
         if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
             path = ast.unparse(node.func)
             if not self.is_local(path.split(".", maxsplit=1)[0]):
-                target = self.source.at(path)
+                target = self.resolve(path)
                 name = INTRINSICS.get(target) if callable(target) and target.__hash__ is not None else None
                 if name == "barrier":
                     if not self.is_kernel:
@@ -60,7 +60,7 @@ class Assignments(Calls):
         if isinstance(target, ast.Name) and isinstance(value, ast.Call):
             path = ast.unparse(value.func)
             if not self.is_local(path.split(".", maxsplit=1)[0]):
-                called = self.source.at(path)
+                called = self.resolve(path)
                 name = INTRINSICS.get(called) if callable(called) and called.__hash__ is not None else None
                 if name in ("shared_array", "dynamic_shared"):
                     self.declare(node, target.id, name, value)

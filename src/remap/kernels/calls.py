@@ -65,7 +65,7 @@ class Calls(Elements):
             if not (isinstance(root, ast.Name) and not self.is_local(root.id)):
                 return self.method(node, node.func)
         path = ast.unparse(node.func)
-        target = self.source.at(path) if isinstance(node.func, (ast.Name, ast.Attribute)) else MISSING
+        target = self.resolve(path) if isinstance(node.func, (ast.Name, ast.Attribute)) else MISSING
         if isinstance(node.func, ast.Name) and self.is_local(node.func.id):
             raise self.error(node, path, "a local name cannot be called")
         if target is MISSING:
@@ -230,18 +230,29 @@ class Calls(Elements):
             raise self.error(node, what, "it takes stride=, a constant, or a width")
         width = node.args[0] if node.args else options["width"]
         value = self.number(width)
-        if (
-            not isinstance(value.type, Scalar)
-            or value.type.dtype.kind not in "iu"
-            or not self.is_uniform(width)
-        ):
+        text = self.width_text(width, value) if self.is_uniform(width) else ""
+        if not isinstance(value.type, Scalar) or value.type.dtype.kind not in "iu" or not text:
             rule = (
                 "the width has to be the same for all threads: a parameter that nothing is assigned to, "
-                "a captured value, or an array's extent such as x.shape[1]"
+                "a captured value, an array parameter's extent such as x.shape[1], or remap.block_size.x"
             )
             raise self.error(node, what, rule)
-        space = Space("width", width=ast.unparse(width))
-        return ir.MakeIndex(ir.Witness(space), node.lineno, self.cast(value, INT))
+        return ir.MakeIndex(ir.Witness(Space("width", width=text)), node.lineno, self.cast(value, INT))
+
+    def width_text(self, node: ast.expr, value: ir.Expr) -> str:
+        """Return the text by which a launch reads a width, empty where it cannot."""
+        if isinstance(value, ir.Extent):
+            name, kind = value.array.name, value.array.type
+            if not isinstance(kind, Array) or not name.startswith(
+                "p_"
+            ):  # a shared array, whose shape is no argument
+                return ""
+            axis = 0 if kind.ndim == 1 else value.axis
+            return f"{name[2:]}.shape[{axis}]" if axis >= 0 else f"{name[2:]}.size"
+        if isinstance(value, ir.Builtin):
+            known = value.name in ("block_size", "grid_size")
+            return f"remap.{value.name}.{'xyz'[value.axis]}" if known else ""
+        return ast.unparse(node)
 
     def is_uniform(self, node: ast.expr) -> bool:
         """Tell whether an expression has one value for the whole launch."""
@@ -282,7 +293,9 @@ class Calls(Elements):
 
     def device_function(self, node: ast.Call, path: str, target: Callable[..., Any]) -> ir.Expr:
         """Return a call of a Python function, which is compiled for the types of its arguments."""
-        source = Source(target, "device function")
+        source = self.shared.sources.get(target)
+        if source is None:
+            source = self.shared.sources[target] = Source(target, "device function")
         if any(isinstance(one, ast.Starred) for one in node.args) or len(node.args) != len(source.parameters):
             raise self.error(node, ast.unparse(node), f"{path} takes {len(source.parameters)} arguments")
         arguments: list[ir.Expr] = []
@@ -304,13 +317,16 @@ class Calls(Elements):
             self.shared.stack.append(target)
             try:
                 types_ = {name: one.type for name, one in zip(source.parameters, arguments, strict=True)}
-                function = self.make_function(source, types_, f"f{len(self.shared.functions)}_{source.name}")
+                self.shared.names += 1
+                function = self.make_function(source, types_, f"f{self.shared.names}_{source.name}")
             except CompileError as error:
                 error.add_note(f"called from {self.source.file}:{node.lineno}")
                 raise
             finally:
                 self.shared.stack.pop()
             self.shared.functions[key] = function
+        for name, kind in function.parameters[len(arguments) :]:
+            arguments.append(self.captures.setdefault(name, ir.Var(kind, node.lineno, name)))
         found = ir.Call(function.result or BOOL, node.lineno, function, tuple(arguments))
         if function.result is None:
             self.out.append(ir.Evaluate(node.lineno, found))

@@ -108,12 +108,11 @@ class Elements(Expressions):
                 path = ast.unparse(node)
                 if not self.is_local(path.split(".", maxsplit=1)[0]):
                     try:
-                        found: Any = self.source.at(path)
+                        found: Any = self.resolve(path)
                     except LaunchError:  # remap.block_size and the like, which only threads know
                         found = None
                     if is_numpy(found, (int, np.integer)):
-                        number = self.shared.baked[path] = int(found)
-                        return number
+                        return int(found)
                     if is_numpy(found, (str, np.dtype, type)):
                         return found
             case _:

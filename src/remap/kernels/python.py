@@ -102,7 +102,7 @@ class PythonKernel:
         loaded = variant.loaded.get(at) or variant.load(at)
         queue = loaded.module._default if stream is None else as_stream(stream, at)
         config = self._config(loaded, grid, block, shared)
-        variant.check_arrays(views, arguments, at, allow_overlap)
+        variant.check_arrays(views, arguments, at, config, allow_overlap)
         # Before the values from outside are taken: what changes in between is seen the next time.
         found = variant.repeatable(arguments) if can_keep(queue, stream) else None
         if loaded.function is None:
@@ -121,7 +121,7 @@ class PythonKernel:
         views = variant.views(arguments, None)
         loaded = variant.loaded.get(at) or variant.load(at)
         config = self._config(loaded, grid, block, shared)
-        variant.check_arrays(views, arguments, at, allow_overlap=False)
+        variant.check_arrays(views, arguments, at, config, allow_overlap=False)
         touches: list[Touched] | None = None
         function: Any = loaded.function
         if function is None:

@@ -8,8 +8,9 @@ import dataclasses
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from remap.kernels.ir import FLOAT, INT, Record, Scalar, Type, is_numpy, storabl
 from remap.kernels.structures import structure_of
 
 MISSING: Any = object()
+_UNCHANGING = ("remap", "numpy", "math")
+"""Modules whose contents are taken to stay what they are, so that a launch need not look at them."""
 
 
 class Source:
@@ -85,17 +88,29 @@ class Source:
             found = getattr(found, name, MISSING)
         return found
 
+    def is_global(self, path: str) -> bool:
+        """Tell whether a path is the name of a global or of a builtin."""
+        return "." not in path and path not in self._cells
+
+    def is_unchanging(self, path: str) -> bool:
+        """Tell whether a path leads into a module that stays what it is."""
+        found = self.outside(path.split(".", maxsplit=1)[0])
+        return isinstance(found, types.ModuleType) and found.__name__ in _UNCHANGING
+
     def annotation(self, name: str) -> Any:
         """Return the annotation of a parameter as an object, None if it has none."""
         node = self.annotations[name]
         return None if node is None else self.evaluate(node)
 
+    def names_in(self, node: ast.expr) -> set[str]:
+        """Return the names in an annotation."""
+        return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
     def evaluate(self, node: ast.expr) -> Any:
         """Return what an annotation means, also where it is only text (`from __future__ import annotations`)."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = ast.parse(node.value, mode="eval").body
-        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-        scope = {one: value for one in names if (value := self.outside(one)) is not MISSING}
+        scope = {one: value for one in self.names_in(node) if (value := self.outside(one)) is not MISSING}
         try:
             return eval(compile(ast.Expression(node), self.file, "eval"), {}, scope)
         except Exception as error:  # noqa: BLE001 (an annotation can raise anything)
@@ -107,6 +122,44 @@ class Source:
         """Return an error that names file and line."""
         line = where if isinstance(where, int) else getattr(where, "lineno", self.line)
         return CompileError(f"{self.file}:{line}: {what}", rule=rule, next_step=next_step)
+
+
+class Reference(NamedTuple):
+    """A dotted path as one function reads it: the same path may mean something else in another."""
+
+    source: Source
+    path: str
+
+    def now(self) -> Any:
+        """Return what it means now, `MISSING` if it means nothing."""
+        return self.source.at(self.path)
+
+
+def reader(references: Sequence[Reference]) -> Callable[[], Iterable[Any]]:
+    """Return what reads several references at once, in one order.
+
+    A launch that is made again asks it each time. So the globals of one module are read without a step of Python.
+    """
+    spaces = [one.source.function.__globals__ for one in references if one.source.is_global(one.path)]
+    quick, slow = list[str](), list[Reference]()
+    for one in references:
+        if one.source.is_global(one.path) and one.source.function.__globals__ is spaces[0]:
+            quick.append(one.path)
+        else:
+            slow.append(one)
+    get: Any = spaces[0].get if spaces else None
+    read = partial(map, get, quick, [getattr(builtins, name, MISSING) for name in quick])
+    if not slow:
+        return read
+    return lambda: [*(read() if quick else ()), *(one.now() for one in slow)]
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Tell whether what was compiled in is still meant: the same object, or an equal number or name of a type."""
+    if now is before:
+        return True
+    plain = isinstance(before, (int, str)) or is_numpy(before, (np.integer, np.dtype))
+    return plain and type(now) is type(before) and bool(now == before)
 
 
 def type_of_value(value: Any) -> Type | None:
