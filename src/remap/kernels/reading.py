@@ -6,7 +6,6 @@ import ast
 import builtins
 import dataclasses
 import inspect
-import textwrap
 import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -41,15 +40,22 @@ class Source:
                 rule="its source text is missing, and a kernel is compiled from its source",
                 next_step="Define it in a file or a notebook cell; not with exec, nor by piping a script into Python",
             ) from None
-        try:
-            module = ast.parse(textwrap.dedent("".join(lines)))
-        except SyntaxError as error:  # a lambda inside a larger expression
-            raise CompileError(
-                f"{what} {self.name}", rule=f"its source cannot be read alone ({error.msg})"
-            ) from None
-        ast.increment_lineno(module, first - 1)
-        tree = module.body[0]
+        # Not dedented: comments, texts and continued lines may begin further left than the function.
+        inside = lines[0][:1].isspace()
         self.line = first
+        try:
+            body = ast.parse("".join(["if True:\n", *lines] if inside else lines)).body
+        except SyntaxError as error:  # a lambda inside a larger expression
+            raise self.error(
+                first,
+                f"{what} {self.name}",
+                f"its source cannot be read alone ({error.msg})",
+                "Write it with def, in lines of its own",
+            ) from None
+        tree = body[0]
+        if inside and isinstance(tree, ast.If):
+            tree = tree.body[0]
+        ast.increment_lineno(tree, first - 1 - inside)
         if not isinstance(tree, ast.FunctionDef):
             raise self.error(tree, f"{what} {self.name}", "it has to be a plain function, written with def")
         self.tree = tree
@@ -61,6 +67,11 @@ class Source:
             )
         self.parameters = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
         self.annotations = {one.arg: one.annotation for one in (*arguments.posonlyargs, *arguments.args)}
+        self._meanings: dict[str, Any] = {}
+        try:
+            self._kept = dict(function.__annotations__)
+        except Exception:  # noqa: BLE001 (from Python 3.14 on they are evaluated here, and can raise anything)
+            self._kept = {}
         self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self.locals = {
             node.id
@@ -98,9 +109,17 @@ class Source:
         return isinstance(found, types.ModuleType) and found.__name__ in _UNCHANGING
 
     def annotation(self, name: str) -> Any:
-        """Return the annotation of a parameter as an object, None if it has none."""
-        node = self.annotations[name]
-        return None if node is None else self.evaluate(node)
+        """Return the annotation of a parameter as an object, None if it has none.
+
+        It is looked up once: an annotation means what it meant then. Python keeps the object, and only text where the
+        module says `from __future__ import annotations`.
+        """
+        if name not in self._meanings:
+            node, kept = self.annotations[name], self._kept.get(name, "")
+            if isinstance(kept, str):
+                kept = None if node is None else self.evaluate(node)
+            self._meanings[name] = kept
+        return self._meanings[name]
 
     def names_in(self, node: ast.expr) -> set[str]:
         """Return the names in an annotation."""
@@ -108,14 +127,22 @@ class Source:
 
     def evaluate(self, node: ast.expr) -> Any:
         """Return what an annotation means, also where it is only text (`from __future__ import annotations`)."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            node = ast.parse(node.value, mode="eval").body
-        scope = {one: value for one in self.names_in(node) if (value := self.outside(one)) is not MISSING}
+        where, text = node, ast.unparse(node)
         try:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+                node = ast.parse(text, mode="eval").body
+            scope = {one: value for one in self.names_in(node) if (value := self.outside(one)) is not MISSING}
             return eval(compile(ast.Expression(node), self.file, "eval"), {}, scope)
         except Exception as error:  # noqa: BLE001 (an annotation can raise anything)
+            step = (
+                "Give it a name of the module: a name inside of a function is lost where annotations are text"
+            )
             raise self.error(
-                node, f"annotation {ast.unparse(node)}", f"it means nothing here ({error})"
+                where,
+                f"annotation {text}",
+                f"it means nothing here ({error})",
+                f"{step} (from __future__ import annotations)" if isinstance(error, NameError) else "",
             ) from None
 
     def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:
