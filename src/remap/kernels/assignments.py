@@ -48,6 +48,7 @@ class Assignments(Calls):
                     return
                 if name in ("shared_array", "dynamic_shared"):
                     raise self.error(node, ast.unparse(node), "it has to be given a name")
+        self.alone = node
         found = self.expression(node)
         if isinstance(found, ir.Expr) and not isinstance(found, (ir.Const, ir.Var)):
             self.out.append(ir.Evaluate(node.lineno, found))

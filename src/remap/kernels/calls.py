@@ -14,7 +14,7 @@ import numpy as np
 from remap.errors import CompileError
 from remap.kernels import ir
 from remap.kernels.elements import Elements
-from remap.kernels.expressions import element_type
+from remap.kernels.expressions import element_type, whole_number
 from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
 from remap.kernels.reading import MISSING, Source, scalar_of
@@ -85,6 +85,9 @@ class Calls(Elements):
             raise self.error(node, path, "only positional arguments are taken here")
         scalar = scalar_of(target)
         if scalar is not None:
+            literal = whole_number(node.args[0]) if len(node.args) == 1 else None
+            if literal is not None:  # as it stands there: what is converted need not fit into an int
+                return self.convert(ir.Const(INT, node.lineno, literal), scalar)
             (argument,) = self.counted(node, path, 1)
             return self.convert(argument, scalar)
         if isinstance(target, type) and issubclass(target, np.generic):
@@ -329,6 +332,9 @@ class Calls(Elements):
             arguments.append(self.captures.setdefault(name, ir.Var(kind, node.lineno, name)))
         found = ir.Call(function.result or BOOL, node.lineno, function, tuple(arguments))
         if function.result is None:
+            if self.alone is not node:
+                rule = f"{path} returns nothing (line {source.line}), and a value is wanted here"
+                raise self.error(node, ast.unparse(node), rule, "Return one, or call it on a line of its own")
             self.out.append(ir.Evaluate(node.lineno, found))
             return ir.Const(BOOL, node.lineno, False)
         return self.temporary(found.type, node.lineno, found)

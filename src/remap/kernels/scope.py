@@ -71,6 +71,7 @@ class Scope:
         ] = {}  # the captured values that this function reads, those it calls too
         self.out: ir.Block = []
         self.is_kernel = True
+        self.alone: ast.expr | None = None  # the expression that is a statement, whose value nobody takes
         self.temporaries = 0
 
     def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from functools import lru_cache
 from typing import Any
@@ -87,16 +88,55 @@ def field_offset(dtype: np.dtype[Any], field: str) -> int:
 
 
 def as_record(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a dataclass, or a structured scalar, as a structured scalar of that type, a copy of its own."""
+    """Return a dataclass, or a structured scalar, as a structured scalar of that type, a copy of its own.
+
+    Raises `ValueError` for a number that a field cannot hold, naming the field.
+    """
     if isinstance(value, np.void):
         return value.copy()
-    record: Any = np.array(_tuple(value), dtype)[()]
+    record: Any = np.array(_tuple(value, dtype, ""), dtype)[()]
     return record
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    found = (getattr(value, one.name) for one in dataclasses.fields(value))
-    return tuple(_tuple(one) if dataclasses.is_dataclass(one) else one for one in found)
+def _tuple(value: Any, dtype: np.dtype[Any], above: str) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for one in dataclasses.fields(value):
+        given, kind, name = getattr(value, one.name), dtype[one.name], f"{above}{one.name}"
+        if kind.fields is not None:
+            found.append(_tuple(given, kind, f"{name}.") if dataclasses.is_dataclass(given) else given)
+            continue
+        reason = misfit(given, kind)
+        if reason:
+            raise ValueError(f"field {name}: {given!r}: {reason}")
+        found.append(given)
+    return tuple(found)
+
+
+def misfit(value: Any, dtype: np.dtype[Any]) -> str:
+    """Return why a number cannot go to a place of this type unchanged but for rounding, empty where it can."""
+    if dtype.kind == "b":
+        return ""
+    if isinstance(value, float) or is_numpy(value, np.floating):
+        if dtype.kind in "iu":
+            return f"it is a float, and {dtype} is wanted"
+        # From here on it rounds to infinity, which is no number of the user's.
+        too_large = dtype.itemsize == 4 and _LARGEST_32 <= abs(float(value)) < math.inf
+        return f"it does not fit into {dtype}" if too_large else ""
+    if not isinstance(value, int) and not is_numpy(value, (np.integer, np.bool_)):
+        return f"it is no number, and {dtype} is wanted"
+    low, high = _LIMITS[dtype.str]
+    return "" if low <= int(value) <= high else f"it does not fit into {dtype}"
+
+
+_LARGEST_32 = float.fromhex("0x1.ffffffp+127")
+_LIMITS: dict[str, tuple[int, int]] = {
+    **{
+        np.dtype(name).str: (int(np.iinfo(name).min), int(np.iinfo(name).max))
+        for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+    },
+    np.dtype("float32").str: (-(2**128 - 2**103 - 1), 2**128 - 2**103 - 1),
+    np.dtype("float64").str: (-(2**1024 - 2**970 - 1), 2**1024 - 2**970 - 1),
+}
 
 
 def describe_layout(dtype: np.dtype[Any], at: int = 0, indent: str = "") -> list[str]:

@@ -20,7 +20,7 @@ from remap.kernels.overlap import Place, check_disjoint, parts_of, share_bytes
 from remap.kernels.params import Arguments
 from remap.kernels.reading import MISSING, Reference, Source, is_same, reader, type_of_value
 from remap.kernels.run import HostRun, Parts
-from remap.kernels.structures import alignment, as_record, describe_layout
+from remap.kernels.structures import alignment, as_record, describe_layout, misfit
 from remap.kernels.widths import is_argument, widths_of
 from remap.locations import Device
 from remap.ranges import Range
@@ -315,20 +315,29 @@ class Variant:
         try:
             return as_record(value, kind.dtype)
         except (TypeError, ValueError, OverflowError) as error:
-            rule = f"a field does not fit: {error}"
-            raise LaunchError(f"{self.asked}, argument {name[2:]!r}: {value!r}", rule=rule) from error
+            raise LaunchError(
+                f"{self._given(name)}: {value!r}", rule=f"a field does not fit: {error}"
+            ) from error
 
     def number(self, name: str, kind: Scalar, value: Any) -> Any:
         """Return a number for its parameter, checked to fit."""
+        reason = misfit(value, kind.dtype)
+        if reason:
+            wide = kind == ir.INT and (1 << 63) <= value < 1 << 64
+            step = f"Make it a numpy.uint64{', and annotate it so' * name.startswith('p_')}" if wide else ""
+            is_long = isinstance(value, int) and value.bit_length() > 256
+            text = f"a number of {value.bit_length()} bits" if is_long else repr(value)
+            raise LaunchError(f"{self._given(name)}: {text}", rule=reason, next_step=step)
         if kind.dtype.kind in "iu":
-            limits = _LIMITS[kind.dtype.str]
-            if not limits[0] <= value <= limits[1]:
-                raise LaunchError(
-                    f"{self.asked}, argument {name[2:]!r}: {value!r}",
-                    rule=f"it does not fit into {kind.dtype}",
-                )
             return int(value)
         return float(value) if kind.dtype.kind == "f" else bool(value)
+
+    def _given(self, name: str) -> str:
+        """Return what was given, for messages, by the name that it has inside of the kernel."""
+        for one, reference, _ in self.kernel.captured:
+            if one == name:
+                return f"{self.asked}, captured value {self._path(reference)}"
+        return f"{self.asked}, argument {name[2:]!r}"
 
     def on_host(
         self, arguments: tuple[Any, ...], views: dict[int, View], allow_overlap: bool
@@ -377,9 +386,3 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def _size(view: View) -> int:
     return _count(view.shape) * view.dtype.itemsize
-
-
-_LIMITS = {
-    np.dtype(name).str: (int(np.iinfo(name).min), int(np.iinfo(name).max))
-    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-}
