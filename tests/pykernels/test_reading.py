@@ -37,9 +37,9 @@ def test_types_of_an_enclosing_function(place: Any) -> None:
     Number = np.float32  # noqa: N806
 
     @remap.kernel
-    def kernel(x: remap.Slice, out: remap.DisjointSlice, settings: Settings, more: Number) -> None:
+    def kernel(x: remap.Slice, out: remap.DisjointSlice, settings: Settings, more: Number) -> None:  # type: ignore[valid-type]
         i = remap.index_1d()
-        w: Number = x[i] * settings.by
+        w: Number = x[i] * settings.by  # type: ignore[valid-type]
         out[i] = w + settings.n + more
 
     x, out = place(np.arange(4, dtype=np.float32)), place(4, "float32")

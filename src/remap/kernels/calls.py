@@ -7,6 +7,7 @@ import builtins
 import math
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
 from remap.kernels.reading import MISSING, Source, scalar_of
 from remap.kernels.scope import ElementOf, called_here
+from remap.sizes import counted
 
 _EXACT: dict[Any, str] = {
     math.sqrt: "sqrt",
@@ -95,6 +97,8 @@ class Calls(Elements):
         if function is not None:
             return self.mathematics(node, path, function, target)
         if target is len:
+            if len(node.args) != 1:
+                raise self.error(node, ast.unparse(node), "len takes one array")
             return ir.Extent(INT, node.lineno, self.array(node.args[0]), 0)
         if target is builtins.abs:
             return self.mathematics(node, path, "abs", target)
@@ -155,7 +159,7 @@ class Calls(Elements):
     # -- what only kernels have --
 
     def method(self, node: ast.Call, function: ast.Attribute) -> ir.Expr:
-        """Return `x.get(i)` or `x.get(i, default)`."""
+        """Return `x.get(i)` or `x.get(i, default)`; an array of two dimensions takes `x.get(r, c, default)`."""
         array = self.array(function.value)
         kind = array.type
         assert isinstance(kind, Array)
@@ -165,12 +169,18 @@ class Calls(Elements):
         if function.attr != "get" or kind.kind not in ("slice", "disjoint"):
             step = "Loop over its elements by their index"
             raise self.error(node, what, f"a {kind} has no method {function.attr}", step)
-        if node.keywords or not 1 <= len(node.args) <= 1 + kind.ndim:
-            raise self.error(node, what, "get takes the index and, if there is to be one, a default")
         nodes = list(node.args)
+        if nodes and isinstance(nodes[0], ast.Tuple):
+            if len(nodes[0].elts) != kind.ndim or len(nodes) > 2:
+                rule = f"the array has {counted(kind.ndim, 'dimension')}, and takes as many indices"
+                raise self.error(node, what, rule, f"Write {self.get_form(array)}")
+            nodes = [*nodes[0].elts, *nodes[1:]]
+        if node.keywords or not 1 <= len(nodes) <= 1 + kind.ndim:
+            rule = "get takes the index and, if there is to be one, a default"
+            raise self.error(node, what, rule, f"Write {self.get_form(array)}")
         default: ir.Expr | None = None
         to = element_type(array)
-        first = self.value(nodes[0])
+        _, first = self.inside(partial(self.value, nodes[0]))  # for its type: it is worked out below
         own = isinstance(first.type, ir.Witness)
         count = 1 if own or kind.kind == "disjoint" else kind.ndim
         if len(nodes) > count:
@@ -179,8 +189,22 @@ class Calls(Elements):
             default = self.cast(self.number(nodes[-1]), to)
         elif isinstance(to, Scalar):
             default = ir.Const(to, node.lineno, to.dtype.type(0).item())
-        indices = self.checked_indices(node, array, nodes[:count], "read")
+        try:
+            indices = self.checked_indices(node, array, nodes[:count], "read")
+        except CompileError as error:
+            if (
+                kind.ndim > 1 and not own and len(nodes) <= kind.ndim
+            ):  # a default may have been taken for an index
+                error.next_step = f"Write {self.get_form(array)}"
+            raise
         return ir.Load(to, node.lineno, array, indices, default)
+
+    def get_form(self, array: ir.Var) -> str:
+        """Return how `get` is called for an array."""
+        assert isinstance(array.type, Array)
+        names = {1: "k", 2: "row, column", 3: "plane, row, column"}
+        indices = "i" if array.type.kind == "disjoint" else names[array.type.ndim]
+        return f"{array.name[2:]}.get({indices}, default)"
 
     def intrinsic(self, node: ast.Call, name: str) -> ir.Expr:
         """Return what one of the functions of `remap.kernels.index` gives."""

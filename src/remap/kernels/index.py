@@ -20,7 +20,7 @@ class Slice:
 
     `x[i]` with the thread's own index gives zero where the array ends before; with a number it must lie inside: a
     kernel that reads elsewhere ends with an error. `x.get(k, default)` gives the default there. `len(x)`, `x.size`,
-    `x.shape`. An array of several dimensions takes a number for each.
+    `x.shape`. An array of several dimensions takes a number for each: `x[r, c]`, `x.get(r, c, default)`.
     """
 
     def __class_getitem__(cls, dtype: Any) -> Any:

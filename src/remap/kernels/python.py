@@ -37,9 +37,10 @@ class PythonKernel:
     """A kernel that is written in Python. Made by `remap.kernel`."""
 
     def __init__(self, function: Callable[..., object], fma: bool) -> None:
+        if not callable(function):
+            raise TypeError(f"remap.kernel takes a function written in Python, and not {function!r}")
         self.function = function
-        self.name = function.__name__
-        self.__name__ = function.__name__
+        self.name = self.__name__ = getattr(function, "__name__", repr(function))
         self.__doc__ = function.__doc__
         self._fma = fma
         self._source: Source | None = None
@@ -146,6 +147,8 @@ class PythonKernel:
 
     def compile(self, *arguments: Any, arch: str | None = None) -> Image:
         """Return the image for arguments of these types, as `source`; with `arch` ("sm_90") it needs no GPU."""
+        if arch is not None and not isinstance(arch, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f'an architecture is a text such as "sm_90", and not {arch!r}')
         return image_for(
             self._variant(arguments).cpp(), self.name, self._fma, find_device() if arch is None else arch
         )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remap.errors import CompileError
+from remap.kernels.index import _Axes
 from remap.kernels.ir import FLOAT, INT, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.structures import structure_of
 
@@ -94,7 +95,7 @@ class Source:
         first, *rest = path.split(".")
         found = self.outside(first)
         for name in rest:
-            if found is MISSING:
+            if found is MISSING or isinstance(found, _Axes):  # whose numbers only threads know
                 return MISSING
             found = getattr(found, name, MISSING)
         return found

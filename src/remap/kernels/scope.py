@@ -110,10 +110,12 @@ class Scope:
             if value is MISSING:
                 rule = "there is nothing of this name"
                 raise self.error(node, ".".join(parts[:count]), rule, called_here(path))
-            if isinstance(value, (types.ModuleType, type, _Axes)):
-                if isinstance(value, _Axes) and count + 1 == len(parts) and parts[count] in ("x", "y", "z"):
-                    self.resolve(".".join(parts[:count]))
-                    return ir.Builtin(INT, node.lineno, value.name, "xyz".index(parts[count]))
+            if isinstance(value, _Axes):
+                if count + 1 != len(parts) or parts[count] not in ("x", "y", "z"):
+                    raise self.error(node, path, f"{value.name} has .x, .y and .z, which are numbers")
+                self.resolve(".".join(parts[:count]))
+                return ir.Builtin(INT, node.lineno, value.name, "xyz".index(parts[count]))
+            if isinstance(value, (types.ModuleType, type)):
                 continue
             kind = type_of_value(value)
             if kind is None:

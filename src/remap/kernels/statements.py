@@ -12,7 +12,7 @@ from remap.kernels.reading import Reference, Source, scalar_of
 from remap.kernels.scope import Shared
 
 _PASSES = 20  # types of variables only ever widen, so that a few passes are enough
-_SHARED_LIMIT = 48 * 1024  # bytes of static shared memory (CUDA programming guide, technical specifications)
+_NO_ELSE = "Set a variable before the break, and look at it after the loop"
 
 
 class Statements(Assignments):
@@ -114,12 +114,13 @@ class Statements(Assignments):
     def loop(self, node: ast.While) -> None:
         """Type a while loop."""
         if node.orelse:
-            raise self.error(node, "while … else", "a kernel cannot have this")
+            raise self.error(node, "while … else", "a loop of a kernel has no else", _NO_ELSE)
         before, test = self.inside(lambda: self.truth(node.test))
         known = None if self.assigned is None else set(self.assigned)
         body, _ = self.branch(node.body, known)
         self.out.append(ir.While(node.lineno, before, test, body))
-        self.assigned = known
+        endless = isinstance(node.test, ast.Constant) and bool(node.test.value) and not _breaks(node.body)
+        self.assigned = None if endless else known
 
     def count(self, node: ast.For) -> None:
         """Type `for k in range(…)`."""
@@ -131,7 +132,9 @@ class Statements(Assignments):
             and not call.keywords
             and 1 <= len(call.args) <= 3
         )
-        if node.orelse or not known_range or not isinstance(node.target, ast.Name):
+        if node.orelse:
+            raise self.error(node, "for … else", "a loop of a kernel has no else", _NO_ELSE)
+        if not known_range or not isinstance(node.target, ast.Name):
             text = ast.unparse(node).splitlines()[0].rstrip(":")
             raise self.error(
                 node, text, "a kernel loops with: for k in range(…)", "Take the elements by their index"
@@ -231,6 +234,15 @@ class Statements(Assignments):
             f"t_{name[1:]}" if name.startswith("%") else f"v_{name}": kind
             for name, kind in self.types.items()
         }
+
+
+def _breaks(nodes: list[ast.stmt]) -> bool:
+    """Tell whether statements of a loop break out of it."""
+    return any(
+        isinstance(node, ast.Break)
+        or (isinstance(node, ast.If) and (_breaks(node.body) or _breaks(node.orelse)))
+        for node in nodes
+    )
 
 
 def type_kernel(

@@ -19,7 +19,16 @@ _PYTHON: dict[Any, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 @lru_cache(maxsize=256)
 def structure_of(kind: type) -> np.dtype[Any]:
     """Return the C layout of a dataclass: `int` is an int64, `float` a float64, and NumPy types are themselves."""
-    hints = typing.get_type_hints(kind)
+    hints: dict[str, Any] = {one.name: one.type for one in dataclasses.fields(kind)}
+    if any(isinstance(hint, str) for hint in hints.values()):
+        try:
+            hints = typing.get_type_hints(kind)
+        except Exception as error:  # noqa: BLE001 (an annotation can raise anything)
+            raise LaunchError(
+                f"structure {kind.__name__}",
+                rule=f"its annotations mean nothing in its module ({error})",
+                next_step="Give the types of its fields names of that module, or write them as objects and not as text",
+            ) from None
     fields: list[tuple[str, Any]] = []
     for one in dataclasses.fields(kind):
         hint: Any = _PYTHON.get(hints[one.name], hints[one.name])
