@@ -169,17 +169,17 @@ def reader(references: Sequence[Reference]) -> Callable[[], Iterable[Any]]:
     A launch that is made again asks it each time. So the globals of one module are read without a step of Python.
     """
     spaces = [one.source.function.__globals__ for one in references if one.source.is_global(one.path)]
-    quick, slow = list[str](), list[Reference]()
+    quick, slow = list[str](), list[Callable[[], Any]]()
     for one in references:
         if one.source.is_global(one.path) and one.source.function.__globals__ is spaces[0]:
             quick.append(one.path)
         else:
-            slow.append(one)
+            slow.append(partial(one.source.at, one.path))
     get: Any = spaces[0].get if spaces else None
     read = partial(map, get, quick, [getattr(builtins, name, MISSING) for name in quick])
     if not slow:
         return read
-    return lambda: [*(read() if quick else ()), *(one.now() for one in slow)]
+    return lambda: [*(read() if quick else ()), *[one() for one in slow]]
 
 
 def is_same(now: Any, before: Any) -> bool:
