@@ -178,7 +178,12 @@ class Event(Resource):
         self._check()
         later._check()
         with self.device.current():
-            return float(self._driver.elapsed(self.handle, later.handle))
+            try:
+                return float(self._driver.elapsed(self.handle, later.handle))
+            except DriverError as error:
+                if error.name == "CUDA_ERROR_INVALID_HANDLE":
+                    error.next_step = "Make and record both with timing: stream.record(timing=True)"
+                raise
 
     def _detach(self) -> Release:
         return Release(1, [(in_context, (self.device, self._driver.destroy_event, self.handle))])

@@ -12,7 +12,7 @@ import operator
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from remap.launches import Changed, PartUse, Repeat, Usable, launches
@@ -32,12 +32,12 @@ class Repeatable(NamedTuple):
     """What of a launch differs from one time to the next, or may.
 
     `places` are those of the memory among the arguments, all others are `numbers`. `outside` gives what the kernel
-    takes from outside, plain values all of them, and `values` are those of this launch.
+    takes from outside, values and what was compiled in, and `values` are those of this launch.
     """
 
     places: Sequence[int]
     numbers: Sequence[Packed]
-    outside: Callable[[], Sequence[Any]] | None = None
+    outside: Callable[[], Iterable[Any]] | None = None
     values: Sequence[Any] = ()
 
 

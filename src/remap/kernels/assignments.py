@@ -34,8 +34,10 @@ class Assignments(Calls):
         if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
             path = ast.unparse(node.func)
             if not self.is_local(path.split(".", maxsplit=1)[0]):
-                target = self.source.at(path)
+                target = self.resolve(path)
                 name = INTRINSICS.get(target) if callable(target) and target.__hash__ is not None else None
+                if name in ("barrier", "alias_fence") and (node.args or node.keywords):
+                    raise self.error(node, ast.unparse(node), f"{name} takes no argument")
                 if name == "barrier":
                     if not self.is_kernel:
                         rule = "a device function cannot have a barrier: nobody could see that all threads reach it"
@@ -48,6 +50,7 @@ class Assignments(Calls):
                     return
                 if name in ("shared_array", "dynamic_shared"):
                     raise self.error(node, ast.unparse(node), "it has to be given a name")
+        self.alone = node
         found = self.expression(node)
         if isinstance(found, ir.Expr) and not isinstance(found, (ir.Const, ir.Var)):
             self.out.append(ir.Evaluate(node.lineno, found))
@@ -60,7 +63,7 @@ class Assignments(Calls):
         if isinstance(target, ast.Name) and isinstance(value, ast.Call):
             path = ast.unparse(value.func)
             if not self.is_local(path.split(".", maxsplit=1)[0]):
-                called = self.source.at(path)
+                called = self.resolve(path)
                 name = INTRINSICS.get(called) if callable(called) and called.__hash__ is not None else None
                 if name in ("shared_array", "dynamic_shared"):
                     self.declare(node, target.id, name, value)
@@ -238,8 +241,15 @@ class Assignments(Calls):
         allowed = (
             {"shape", "dtype", "align"} if kind == "shared_array" else {"dtype", "offset", "length", "align"}
         )
-        if len(call.args) > len(positional) or not {*positional} <= {*given} <= allowed:
-            raise self.error(node, what, f"it takes {', '.join(sorted(allowed))}")
+        step = f"Write remap.{kind}({', '.join(positional)})"
+        missing = [one for one in positional if one not in given]
+        if missing:
+            raise self.error(
+                node, what, f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing", step
+            )
+        if len(call.args) > len(positional) or not {*given} <= allowed:
+            further = ", ".join(f"{one}=" for one in sorted(allowed - {*positional}))
+            raise self.error(node, what, f"beside {' and '.join(positional)} it takes {further}", step)
         try:
             dtype = np.dtype(self.constant(given["dtype"], "dtype"))
         except TypeError:
@@ -249,13 +259,13 @@ class Assignments(Calls):
                 node, what, f"shared memory holds booleans, integers, float32 and float64, and not {dtype}"
             )
         align = self.constant(given["align"], "align") if "align" in given else 0
-        if not isinstance(align, int) or align < 0 or align & (align - 1) or align > 1024:
+        if not _is_whole(align) or align < 0 or align & (align - 1) or align > 1024:
             raise self.error(node, what, f"align={align} is no power of two up to 1024")
         place = f"s_{name}"
         if kind == "shared_array":
             told = self.constant(given["shape"], "shape")
             shape: tuple[Any, ...] = told if ir.is_numpy(told, tuple) else (told,)
-            if not 1 <= len(shape) <= 3 or not all(isinstance(one, int) and one > 0 for one in shape):
+            if not 1 <= len(shape) <= 3 or not all(_is_whole(one) and one > 0 for one in shape):
                 raise self.error(node, what, "a shape is one to three whole numbers above 0")
             align = max(align, dtype.itemsize)
             size = int(np.prod(shape, dtype=object)) * dtype.itemsize
@@ -271,11 +281,11 @@ class Assignments(Calls):
         else:
             offset = self.constant(given["offset"], "offset") if "offset" in given else 0
             length = self.constant(given["length"], "length") if "length" in given else None
-            if not isinstance(offset, int) or offset < 0 or offset % dtype.itemsize:
+            if not _is_whole(offset) or offset < 0 or offset % dtype.itemsize:
                 raise self.error(
                     node, what, f"an offset is a multiple of {dtype.itemsize} bytes, the size of an element"
                 )
-            if length is not None and (not isinstance(length, int) or length <= 0):
+            if length is not None and (not _is_whole(length) or length <= 0):
                 raise self.error(node, what, "a length is a whole number above 0")
             align = max(align, 16)
             self.shared.dynamic_align = max(self.shared.dynamic_align, align)
@@ -284,6 +294,11 @@ class Assignments(Calls):
             self.out.append(ir.DynamicShared(node.lineno, place, dtype, offset, length, align))
             array = Array("shared", dtype, 1)
         self.alias(node, name, ir.Var(array, node.lineno, place))
+
+
+def _is_whole(value: Any) -> bool:
+    """Tell whether a constant is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def node_of(node: ast.AugAssign, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:

@@ -7,6 +7,7 @@ import builtins
 import math
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ import numpy as np
 from remap.errors import CompileError
 from remap.kernels import ir
 from remap.kernels.elements import Elements
-from remap.kernels.expressions import element_type
+from remap.kernels.expressions import element_type, whole_number
 from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
 from remap.kernels.reading import MISSING, Source, scalar_of
 from remap.kernels.scope import ElementOf, called_here
+from remap.sizes import counted
 
 _EXACT: dict[Any, str] = {
     math.sqrt: "sqrt",
@@ -65,7 +67,7 @@ class Calls(Elements):
             if not (isinstance(root, ast.Name) and not self.is_local(root.id)):
                 return self.method(node, node.func)
         path = ast.unparse(node.func)
-        target = self.source.at(path) if isinstance(node.func, (ast.Name, ast.Attribute)) else MISSING
+        target = self.resolve(path) if isinstance(node.func, (ast.Name, ast.Attribute)) else MISSING
         if isinstance(node.func, ast.Name) and self.is_local(node.func.id):
             raise self.error(node, path, "a local name cannot be called")
         if target is MISSING:
@@ -85,6 +87,9 @@ class Calls(Elements):
             raise self.error(node, path, "only positional arguments are taken here")
         scalar = scalar_of(target)
         if scalar is not None:
+            literal = whole_number(node.args[0]) if len(node.args) == 1 else None
+            if literal is not None:  # as it stands there: what is converted need not fit into an int
+                return self.convert(ir.Const(INT, node.lineno, literal), scalar)
             (argument,) = self.counted(node, path, 1)
             return self.convert(argument, scalar)
         if isinstance(target, type) and issubclass(target, np.generic):
@@ -92,6 +97,8 @@ class Calls(Elements):
         if function is not None:
             return self.mathematics(node, path, function, target)
         if target is len:
+            if len(node.args) != 1:
+                raise self.error(node, ast.unparse(node), "len takes one array")
             return ir.Extent(INT, node.lineno, self.array(node.args[0]), 0)
         if target is builtins.abs:
             return self.mathematics(node, path, "abs", target)
@@ -152,7 +159,7 @@ class Calls(Elements):
     # -- what only kernels have --
 
     def method(self, node: ast.Call, function: ast.Attribute) -> ir.Expr:
-        """Return `x.get(i)` or `x.get(i, default)`."""
+        """Return `x.get(i)` or `x.get(i, default)`; an array of two dimensions takes `x.get(r, c, default)`."""
         array = self.array(function.value)
         kind = array.type
         assert isinstance(kind, Array)
@@ -162,12 +169,18 @@ class Calls(Elements):
         if function.attr != "get" or kind.kind not in ("slice", "disjoint"):
             step = "Loop over its elements by their index"
             raise self.error(node, what, f"a {kind} has no method {function.attr}", step)
-        if node.keywords or not 1 <= len(node.args) <= 1 + kind.ndim:
-            raise self.error(node, what, "get takes the index and, if there is to be one, a default")
         nodes = list(node.args)
+        if nodes and isinstance(nodes[0], ast.Tuple):
+            if len(nodes[0].elts) != kind.ndim or len(nodes) > 2:
+                rule = f"the array has {counted(kind.ndim, 'dimension')}, and takes as many indices"
+                raise self.error(node, what, rule, f"Write {self.get_form(array)}")
+            nodes = [*nodes[0].elts, *nodes[1:]]
+        if node.keywords or not 1 <= len(nodes) <= 1 + kind.ndim:
+            rule = "get takes the index and, if there is to be one, a default"
+            raise self.error(node, what, rule, f"Write {self.get_form(array)}")
         default: ir.Expr | None = None
         to = element_type(array)
-        first = self.value(nodes[0])
+        _, first = self.inside(partial(self.value, nodes[0]))  # for its type: it is worked out below
         own = isinstance(first.type, ir.Witness)
         count = 1 if own or kind.kind == "disjoint" else kind.ndim
         if len(nodes) > count:
@@ -176,8 +189,22 @@ class Calls(Elements):
             default = self.cast(self.number(nodes[-1]), to)
         elif isinstance(to, Scalar):
             default = ir.Const(to, node.lineno, to.dtype.type(0).item())
-        indices = self.checked_indices(node, array, nodes[:count], "read")
+        try:
+            indices = self.checked_indices(node, array, nodes[:count], "read")
+        except CompileError as error:
+            if (
+                kind.ndim > 1 and not own and len(nodes) <= kind.ndim
+            ):  # a default may have been taken for an index
+                error.next_step = f"Write {self.get_form(array)}"
+            raise
         return ir.Load(to, node.lineno, array, indices, default)
+
+    def get_form(self, array: ir.Var) -> str:
+        """Return how `get` is called for an array."""
+        assert isinstance(array.type, Array)
+        names = {1: "k", 2: "row, column", 3: "plane, row, column"}
+        indices = "i" if array.type.kind == "disjoint" else names[array.type.ndim]
+        return f"{array.name[2:]}.get({indices}, default)"
 
     def intrinsic(self, node: ast.Call, name: str) -> ir.Expr:
         """Return what one of the functions of `remap.kernels.index` gives."""
@@ -230,18 +257,29 @@ class Calls(Elements):
             raise self.error(node, what, "it takes stride=, a constant, or a width")
         width = node.args[0] if node.args else options["width"]
         value = self.number(width)
-        if (
-            not isinstance(value.type, Scalar)
-            or value.type.dtype.kind not in "iu"
-            or not self.is_uniform(width)
-        ):
+        text = self.width_text(width, value) if self.is_uniform(width) else ""
+        if not isinstance(value.type, Scalar) or value.type.dtype.kind not in "iu" or not text:
             rule = (
                 "the width has to be the same for all threads: a parameter that nothing is assigned to, "
-                "a captured value, or an array's extent such as x.shape[1]"
+                "a captured value, an array parameter's extent such as x.shape[1], or remap.block_size.x"
             )
             raise self.error(node, what, rule)
-        space = Space("width", width=ast.unparse(width))
-        return ir.MakeIndex(ir.Witness(space), node.lineno, self.cast(value, INT))
+        return ir.MakeIndex(ir.Witness(Space("width", width=text)), node.lineno, self.cast(value, INT))
+
+    def width_text(self, node: ast.expr, value: ir.Expr) -> str:
+        """Return the text by which a launch reads a width, empty where it cannot."""
+        if isinstance(value, ir.Extent):
+            name, kind = value.array.name, value.array.type
+            if not isinstance(kind, Array) or not name.startswith(
+                "p_"
+            ):  # a shared array, whose shape is no argument
+                return ""
+            axis = 0 if kind.ndim == 1 else value.axis
+            return f"{name[2:]}.shape[{axis}]" if axis >= 0 else f"{name[2:]}.size"
+        if isinstance(value, ir.Builtin):
+            known = value.name in ("block_size", "grid_size")
+            return f"remap.{value.name}.{'xyz'[value.axis]}" if known else ""
+        return ast.unparse(node)
 
     def is_uniform(self, node: ast.expr) -> bool:
         """Tell whether an expression has one value for the whole launch."""
@@ -282,7 +320,9 @@ class Calls(Elements):
 
     def device_function(self, node: ast.Call, path: str, target: Callable[..., Any]) -> ir.Expr:
         """Return a call of a Python function, which is compiled for the types of its arguments."""
-        source = Source(target, "device function")
+        source = self.shared.sources.get(target)
+        if source is None:
+            source = self.shared.sources[target] = Source(target, "device function")
         if any(isinstance(one, ast.Starred) for one in node.args) or len(node.args) != len(source.parameters):
             raise self.error(node, ast.unparse(node), f"{path} takes {len(source.parameters)} arguments")
         arguments: list[ir.Expr] = []
@@ -304,15 +344,21 @@ class Calls(Elements):
             self.shared.stack.append(target)
             try:
                 types_ = {name: one.type for name, one in zip(source.parameters, arguments, strict=True)}
-                function = self.make_function(source, types_, f"f{len(self.shared.functions)}_{source.name}")
+                self.shared.names += 1
+                function = self.make_function(source, types_, f"f{self.shared.names}_{source.name}")
             except CompileError as error:
                 error.add_note(f"called from {self.source.file}:{node.lineno}")
                 raise
             finally:
                 self.shared.stack.pop()
             self.shared.functions[key] = function
+        for name, kind in function.parameters[len(arguments) :]:
+            arguments.append(self.captures.setdefault(name, ir.Var(kind, node.lineno, name)))
         found = ir.Call(function.result or BOOL, node.lineno, function, tuple(arguments))
         if function.result is None:
+            if self.alone is not node:
+                rule = f"{path} returns nothing (line {source.line}), and a value is wanted here"
+                raise self.error(node, ast.unparse(node), rule, "Return one, or call it on a line of its own")
             self.out.append(ir.Evaluate(node.lineno, found))
             return ir.Const(BOOL, node.lineno, False)
         return self.temporary(found.type, node.lineno, found)

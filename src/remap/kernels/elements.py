@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from remap.errors import LaunchError
 from remap.kernels import ir
 from remap.kernels.expressions import Expressions, element_type
 from remap.kernels.ir import INT, Array, Scalar, Witness, is_numpy
@@ -27,7 +26,7 @@ class Elements(Expressions):
             axis = self.constant(node.slice, "an axis")
             assert isinstance(array.type, Array)
             if not isinstance(axis, int) or not 0 <= axis < array.type.ndim:
-                rule = f"the array has {array.type.ndim} dimensions, numbered from 0"
+                rule = f"the array has {counted(array.type.ndim, 'dimension')}, numbered from 0"
                 raise self.error(node, ast.unparse(node), rule)
             return ir.Extent(INT, node.lineno, array, axis)
         array = self.array(node.value)
@@ -99,21 +98,22 @@ class Elements(Expressions):
             case ast.Tuple(elts=elts) | ast.List(elts=elts):
                 return tuple(self.constant(one, what) for one in elts)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self.constant(operand, what)
+                return -self.whole_constant(operand, what)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _CONSTANT:
-                return _CONSTANT[type(op)](self.constant(left, what), self.constant(right, what))
+                a, b = self.whole_constant(left, what), self.whole_constant(right, what)
+                if isinstance(op, (ast.FloorDiv, ast.Mod)) and b == 0:
+                    raise self.error(node, f"{what}: {ast.unparse(node)}", "nothing can be divided by 0")
+                if isinstance(op, ast.LShift) and not 0 <= b < 64:
+                    raise self.error(node, f"{what}: {ast.unparse(node)}", "a shift is by 0 to 63 bits")
+                return _CONSTANT[type(op)](a, b)
             case ast.Name(id=name) if name in self.constants:
                 return self.constants[name]
             case ast.Name() | ast.Attribute():
                 path = ast.unparse(node)
                 if not self.is_local(path.split(".", maxsplit=1)[0]):
-                    try:
-                        found: Any = self.source.at(path)
-                    except LaunchError:  # remap.block_size and the like, which only threads know
-                        found = None
+                    found: Any = self.resolve(path)
                     if is_numpy(found, (int, np.integer)):
-                        number = self.shared.baked[path] = int(found)
-                        return number
+                        return int(found)
                     if is_numpy(found, (str, np.dtype, type)):
                         return found
             case _:
@@ -123,6 +123,13 @@ class Elements(Expressions):
         if what == "shape":
             step += ", or dynamic_shared(…), which each launch sizes"
         raise self.error(node, f"{what}: {ast.unparse(node)}", rule, step)
+
+    def whole_constant(self, node: ast.expr, what: str) -> int:
+        """Return the value of an expression that is a whole number, known when the kernel is compiled."""
+        found = self.constant(node, what)
+        if not isinstance(found, int):
+            raise self.error(node, f"{what}: {ast.unparse(node)}", "arithmetic needs whole numbers here")
+        return found
 
 
 _OPERATOR: Any = operator  # whose functions take anything and tell nothing

@@ -75,11 +75,7 @@ class Expressions(Scope):
             case ast.Constant(value=bool() as value):
                 return ir.Const(BOOL, node.lineno, value)
             case ast.Constant(value=int() as value):
-                if not -(1 << 63) <= value < 1 << 63:
-                    raise self.error(
-                        node, f"{value}", "an int of a kernel has 64 bits", "Use numpy.uint64(…)"
-                    )
-                return ir.Const(INT, node.lineno, value)
+                return self.whole(node, value)
             case ast.Constant(value=float() as value):
                 return ir.Const(FLOAT, node.lineno, value)
             case ast.Name() | ast.Attribute():
@@ -214,8 +210,18 @@ class Expressions(Scope):
                 return ir.Const(INT, a.line, value)
         return ir.Op(kind, getattr(node, "lineno", a.line), name, (self.cast(a, kind), self.cast(b, kind)))
 
+    def whole(self, node: ast.expr, value: int) -> ir.Expr:
+        """Return a whole number that stands in the source."""
+        if not -(1 << 63) <= value < 1 << 63:
+            step = f"Write numpy.uint64({value})" if 0 <= value < 1 << 64 else ""
+            raise self.error(node, f"{value}", "an int of a kernel has 64 bits and a sign", step)
+        return ir.Const(INT, node.lineno, value)
+
     def unary(self, node: ast.expr, op: ast.unaryop, operand: ast.expr) -> ir.Expr:
         """Return an operation on one number."""
+        literal = whole_number(node)
+        if literal is not None:  # with its sign: the smallest number has no positive counterpart
+            return self.whole(node, literal)
         if isinstance(op, ast.Not):
             return ir.Op(BOOL, node.lineno, "not", (self.truth(operand),))
         value = self.number(operand)
@@ -299,6 +305,19 @@ class Expressions(Scope):
     def subscript(self, node: ast.Subscript) -> ir.Expr:
         """Return an element of an array; `Elements` knows how."""
         raise NotImplementedError
+
+
+def whole_number(node: ast.expr) -> int | None:
+    """Return the whole number that an expression of the source is, with its sign, None for anything else."""
+    match node:
+        case ast.Constant(value=bool()):
+            return None
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
+            return None if isinstance(value, bool) else -value
+        case _:
+            return None
 
 
 def element_type(array: ir.Var) -> Type:

@@ -8,9 +8,12 @@ of what it meets; where it meets nothing it is an int64 or a float64.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from remap.kernels.reading import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,14 +344,14 @@ class Function:
 class Kernel:
     """A typed kernel with all that launching it takes.
 
-    `captured` are the values from outside by the name they have inside and the path they are read at. `spaces` says
+    `captured` are the values from outside by the name they have inside and how they are read. `spaces` says
     for each DisjointSlice that is written by index which space that is, `uses_1d` and `uses_2d` what grids it takes.
     """
 
     name: str
     file: str
     parameters: list[tuple[str, Type]]
-    captured: list[tuple[str, str, Type]]
+    captured: list[tuple[str, Reference, Type]]
     variables: dict[str, Type]
     body: Block
     functions: list[Function]

@@ -262,11 +262,7 @@ class Kernel:
                 rule=f"{self.module.device} takes at most {most_threads} for this kernel",
             )
         if static + shared_bytes > most_shared:
-            beside = f" beside {format_size(static)} of static" if static else ""
-            raise LaunchError(
-                f"{self._asked} with {format_size(shared_bytes)} of dynamic shared memory a block{beside}",
-                rule=f"{self.module.device} has {format_size(most_shared)}",
-            )
+            raise too_much_shared(self._asked, shared_bytes, static, self.module.device, most_shared)
         if len(self._checked) >= _KEPT:
             self._checked.clear()
         self._checked[grid, block, shared] = config
@@ -287,6 +283,21 @@ class Kernel:
     def __repr__(self) -> str:
         """Return the kernel's name and where it is from."""
         return f"<remap.Kernel {self.name} of {self.module.image.name} on {self.module.device}>"
+
+
+def too_much_shared(asked: str, dynamic: int, static: int, device: Device, most: int) -> LaunchError:
+    """Return the error for more shared memory than a block of a device has."""
+    beside = f" beside {_in_full(static)} of static" if static else ""
+    return LaunchError(
+        f"{asked} with {_in_full(dynamic)} of dynamic shared memory a block{beside}",
+        rule=f"{device} has {format_size(most)} ({most:,} bytes)",
+    )
+
+
+def _in_full(size: int) -> str:
+    """Return a size as text that is exact: a byte more or less decides."""
+    text = format_size(size)
+    return f"{size:,} bytes" if "." in text else text
 
 
 def until_unchanged(asked: str, launch: Callable[[], None]) -> None:

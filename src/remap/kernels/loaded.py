@@ -9,7 +9,7 @@ from remap.kernels import ir
 from remap.kernels.built import Code, image_for
 from remap.kernels.cpp import entry_name
 from remap.kernels.image import Image, ImageKind
-from remap.kernels.launch import Extent, Kernel
+from remap.kernels.launch import Extent, Kernel, too_much_shared
 from remap.locations import Device
 from remap.sizes import Size, format_size
 from remap.types import LaunchConfig
@@ -50,11 +50,7 @@ class Loaded:
             )
         most = self.module.device.properties.shared_memory_per_block_optin
         if kernel.static_shared + config.shared_bytes > most:
-            raise LaunchError(
-                f"{asked} with {format_size(config.shared_bytes)} of dynamic shared memory a block beside "
-                f"{format_size(kernel.static_shared)} of static",
-                rule=f"{self.module.device} has {format_size(most)}",
-            )
+            raise too_much_shared(asked, config.shared_bytes, kernel.static_shared, self.module.device, most)
         if len(self.configs) >= _KEPT:
             self.configs.clear()
         self.configs[grid, block, shared] = config

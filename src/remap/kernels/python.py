@@ -38,9 +38,10 @@ class PythonKernel:
     """A kernel that is written in Python. Made by `remap.kernel`."""
 
     def __init__(self, function: Callable[..., object], fma: bool) -> None:
+        if not callable(function):
+            raise TypeError(f"remap.kernel takes a function written in Python, and not {function!r}")
         self.function = function
-        self.name = function.__name__
-        self.__name__ = function.__name__
+        self.name = self.__name__ = getattr(function, "__name__", repr(function))
         self.__doc__ = function.__doc__
         self._fma = fma
         self._source: Source | None = None
@@ -103,7 +104,7 @@ class PythonKernel:
         loaded = variant.loaded.get(at) or variant.load(at)
         queue = loaded.module._default if stream is None else as_stream(stream, at)
         config = self._config(loaded, grid, block, shared)
-        variant.check_arrays(views, arguments, at, allow_overlap)
+        variant.check_arrays(views, arguments, at, config, allow_overlap)
         # Before the values from outside are taken: what changes in between is seen the next time.
         found = variant.repeatable(arguments) if can_keep(queue, stream) else None
         if loaded.function is None:
@@ -125,7 +126,7 @@ class PythonKernel:
         views = variant.views(arguments, None)
         loaded = variant.loaded.get(at) or variant.load(at)
         config = self._config(loaded, grid, block, shared)
-        variant.check_arrays(views, arguments, at, allow_overlap=False)
+        variant.check_arrays(views, arguments, at, config, allow_overlap=False)
         touches: list[Touched] | None = None
         function: Any = loaded.function
         if function is None:
@@ -151,6 +152,8 @@ class PythonKernel:
 
     def compile(self, *arguments: Any, arch: str | None = None) -> Image:
         """Return the image for arguments of these types, as `source`; with `arch` ("sm_90") it needs no GPU."""
+        if arch is not None and not isinstance(arch, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f'an architecture is a text such as "sm_90", and not {arch!r}')
         return image_for(
             self._variant(arguments).cpp(), self.name, self._fma, find_device() if arch is None else arch
         )

@@ -6,18 +6,21 @@ import ast
 import builtins
 import dataclasses
 import inspect
-import textwrap
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from remap.errors import CompileError
+from remap.kernels.index import _Axes
 from remap.kernels.ir import FLOAT, INT, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.structures import structure_of
 
 MISSING: Any = object()
+_UNCHANGING = ("remap", "numpy", "math")
+"""Modules whose contents are taken to stay what they are, so that a launch need not look at them."""
 
 
 class Source:
@@ -38,15 +41,22 @@ class Source:
                 rule="its source text is missing, and a kernel is compiled from its source",
                 next_step="Define it in a file or a notebook cell; not with exec, nor by piping a script into Python",
             ) from None
-        try:
-            module = ast.parse(textwrap.dedent("".join(lines)))
-        except SyntaxError as error:  # a lambda inside a larger expression
-            raise CompileError(
-                f"{what} {self.name}", rule=f"its source cannot be read alone ({error.msg})"
-            ) from None
-        ast.increment_lineno(module, first - 1)
-        tree = module.body[0]
+        # Not dedented: comments, texts and continued lines may begin further left than the function.
+        inside = lines[0][:1].isspace()
         self.line = first
+        try:
+            body = ast.parse("".join(["if True:\n", *lines] if inside else lines)).body
+        except SyntaxError as error:  # a lambda inside a larger expression
+            raise self.error(
+                first,
+                f"{what} {self.name}",
+                f"its source cannot be read alone ({error.msg})",
+                "Write it with def, in lines of its own",
+            ) from None
+        tree = body[0]
+        if inside and isinstance(tree, ast.If):
+            tree = tree.body[0]
+        ast.increment_lineno(tree, first - 1 - inside)
         if not isinstance(tree, ast.FunctionDef):
             raise self.error(tree, f"{what} {self.name}", "it has to be a plain function, written with def")
         self.tree = tree
@@ -58,6 +68,11 @@ class Source:
             )
         self.parameters = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
         self.annotations = {one.arg: one.annotation for one in (*arguments.posonlyargs, *arguments.args)}
+        self._meanings: dict[str, Any] = {}
+        try:
+            self._kept = dict(function.__annotations__)
+        except Exception:  # noqa: BLE001 (from Python 3.14 on they are evaluated here, and can raise anything)
+            self._kept = {}
         self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self.locals = {
             node.id
@@ -80,33 +95,99 @@ class Source:
         first, *rest = path.split(".")
         found = self.outside(first)
         for name in rest:
-            if found is MISSING:
+            if found is MISSING or isinstance(found, _Axes):  # whose numbers only threads know
                 return MISSING
             found = getattr(found, name, MISSING)
         return found
 
+    def is_global(self, path: str) -> bool:
+        """Tell whether a path is the name of a global or of a builtin."""
+        return "." not in path and path not in self._cells
+
+    def is_unchanging(self, path: str) -> bool:
+        """Tell whether a path leads into a module that stays what it is."""
+        found = self.outside(path.split(".", maxsplit=1)[0])
+        return isinstance(found, types.ModuleType) and found.__name__ in _UNCHANGING
+
     def annotation(self, name: str) -> Any:
-        """Return the annotation of a parameter as an object, None if it has none."""
-        node = self.annotations[name]
-        return None if node is None else self.evaluate(node)
+        """Return the annotation of a parameter as an object, None if it has none.
+
+        It is looked up once: an annotation means what it meant then. Python keeps the object, and only text where the
+        module says `from __future__ import annotations`.
+        """
+        if name not in self._meanings:
+            node, kept = self.annotations[name], self._kept.get(name, "")
+            if isinstance(kept, str):
+                kept = None if node is None else self.evaluate(node)
+            self._meanings[name] = kept
+        return self._meanings[name]
+
+    def names_in(self, node: ast.expr) -> set[str]:
+        """Return the names in an annotation."""
+        return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
     def evaluate(self, node: ast.expr) -> Any:
         """Return what an annotation means, also where it is only text (`from __future__ import annotations`)."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            node = ast.parse(node.value, mode="eval").body
-        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-        scope = {one: value for one in names if (value := self.outside(one)) is not MISSING}
+        where, text = node, ast.unparse(node)
         try:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+                node = ast.parse(text, mode="eval").body
+            scope = {one: value for one in self.names_in(node) if (value := self.outside(one)) is not MISSING}
             return eval(compile(ast.Expression(node), self.file, "eval"), {}, scope)
         except Exception as error:  # noqa: BLE001 (an annotation can raise anything)
+            step = (
+                "Give it a name of the module: a name inside of a function is lost where annotations are text"
+            )
             raise self.error(
-                node, f"annotation {ast.unparse(node)}", f"it means nothing here ({error})"
+                where,
+                f"annotation {text}",
+                f"it means nothing here ({error})",
+                f"{step} (from __future__ import annotations)" if isinstance(error, NameError) else "",
             ) from None
 
     def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:
         """Return an error that names file and line."""
         line = where if isinstance(where, int) else getattr(where, "lineno", self.line)
         return CompileError(f"{self.file}:{line}: {what}", rule=rule, next_step=next_step)
+
+
+class Reference(NamedTuple):
+    """A dotted path as one function reads it: the same path may mean something else in another."""
+
+    source: Source
+    path: str
+
+    def now(self) -> Any:
+        """Return what it means now, `MISSING` if it means nothing."""
+        return self.source.at(self.path)
+
+
+def reader(references: Sequence[Reference]) -> Callable[[], Iterable[Any]]:
+    """Return what reads several references at once, in one order.
+
+    A launch that is made again asks it each time. So the globals of one module are read without a step of Python.
+    """
+    spaces = [one.source.function.__globals__ for one in references if one.source.is_global(one.path)]
+    quick, slow = list[str](), list[Callable[[], Any]]()
+    for one in references:
+        if one.source.is_global(one.path) and one.source.function.__globals__ is spaces[0]:
+            quick.append(one.path)
+        else:
+            slow.append(partial(one.source.at, one.path))
+    get: Any = spaces[0].get if spaces else None
+    read = partial(map, get, quick, [getattr(builtins, name, MISSING) for name in quick])
+    if not slow:
+        return read
+    return lambda: [*(read() if quick else ()), *[one() for one in slow]]
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Tell whether what was compiled in is still meant: the same object, or an equal number or name of a type."""
+    if now is before:
+        return True
+    plain = isinstance(before, (int, str)) or is_numpy(before, (np.integer, np.dtype))
+    return plain and type(now) is type(before) and bool(now == before)
 
 
 def type_of_value(value: Any) -> Type | None:

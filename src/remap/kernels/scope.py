@@ -12,7 +12,7 @@ from remap.errors import CompileError
 from remap.kernels import ir
 from remap.kernels.index import _Axes
 from remap.kernels.ir import INT, Record, Type, value_type
-from remap.kernels.reading import MISSING, Source, type_of_value
+from remap.kernels.reading import MISSING, Reference, Source, type_of_value
 
 Alias: TypeAlias = "ir.Var | ElementOf"
 """What a local name can stand for beside a value: an array, or an element of one."""
@@ -28,14 +28,19 @@ class ElementOf:
 
 @dataclass
 class Shared:
-    """What all functions of one kernel have in common while it is typed."""
+    """What all functions of one kernel have in common while it is typed.
 
-    captured: dict[str, tuple[str, Type]] = field(default_factory=dict[str, tuple[str, Type]])
-    baked: dict[str, Any] = field(default_factory=dict[str, Any])
+    `captured` are values from outside, which each launch reads; `resolved` is what was found outside and compiled in.
+    """
+
+    captured: dict[Reference, tuple[str, Type]] = field(default_factory=dict[Reference, tuple[str, Type]])
+    resolved: dict[Reference, Any] = field(default_factory=dict[Reference, Any])
+    sources: dict[Any, Source] = field(default_factory=dict[Any, Source])
     functions: dict[Any, ir.Function] = field(default_factory=dict[Any, ir.Function])
     stack: list[Any] = field(default_factory=list[Any])
     spaces: dict[str, ir.Space] = field(default_factory=dict[str, ir.Space])
     kinds: set[str] = field(default_factory=set[str])
+    names: int = 0
     unchecked: set[str] = field(default_factory=set[str])
     has_barrier: bool = False
     static_shared: int = 0
@@ -44,7 +49,7 @@ class Shared:
 
     def start(self) -> None:
         """Forget what a pass has noted, before the next; captured values keep their names."""
-        self.__dict__.update(Shared(captured=self.captured).__dict__)
+        self.__dict__.update(Shared(captured=self.captured, sources=self.sources).__dict__)
 
 
 _T = TypeVar("_T")
@@ -61,8 +66,12 @@ class Scope:
         self.aliases: dict[str, Alias] = {}
         self.assigned: set[str] | None = set()  # None: this point is not reached
         self.constants: dict[str, Any] = {}
+        self.captures: dict[
+            str, ir.Var
+        ] = {}  # the captured values that this function reads, those it calls too
         self.out: ir.Block = []
         self.is_kernel = True
+        self.alone: ast.expr | None = None  # the expression that is a statement, whose value nobody takes
         self.temporaries = 0
 
     def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:
@@ -86,6 +95,13 @@ class Scope:
             raise self.error(node, f"variable {name}", rule, "Assign to it on every path before")
         return ir.Var(self.types[name], node.lineno, f"v_{name}")
 
+    def resolve(self, path: str) -> Any:
+        """Return what a path means outside of the function, for good: where it changes, the kernel is typed anew."""
+        value = self.source.at(path)
+        if value is not MISSING and not self.source.is_unchanging(path):
+            self.shared.resolved[Reference(self.source, path)] = value
+        return value
+
     def outside(self, node: ast.expr, path: str) -> ir.Expr:
         """Return a value from outside of the kernel, which is read at each launch."""
         parts = path.split(".")
@@ -94,9 +110,12 @@ class Scope:
             if value is MISSING:
                 rule = "there is nothing of this name"
                 raise self.error(node, ".".join(parts[:count]), rule, called_here(path))
-            if isinstance(value, (types.ModuleType, type, _Axes)):
-                if isinstance(value, _Axes) and count + 1 == len(parts) and parts[count] in ("x", "y", "z"):
-                    return ir.Builtin(INT, node.lineno, value.name, "xyz".index(parts[count]))
+            if isinstance(value, _Axes):
+                if count + 1 != len(parts) or parts[count] not in ("x", "y", "z"):
+                    raise self.error(node, path, f"{value.name} has .x, .y and .z, which are numbers")
+                self.resolve(".".join(parts[:count]))
+                return ir.Builtin(INT, node.lineno, value.name, "xyz".index(parts[count]))
+            if isinstance(value, (types.ModuleType, type)):
                 continue
             kind = type_of_value(value)
             if kind is None:
@@ -110,8 +129,10 @@ class Scope:
 
     def capture(self, node: ast.AST, path: str, kind: Type) -> ir.Var:
         """Return a captured value as a variable."""
-        name, kind = self.shared.captured.setdefault(path, (f"c_{len(self.shared.captured)}", kind))
-        return ir.Var(kind, getattr(node, "lineno", 0), name)
+        names = self.shared.captured
+        name, kind = names.setdefault(Reference(self.source, path), (f"c_{len(names)}", kind))
+        found = self.captures[name] = ir.Var(kind, getattr(node, "lineno", 0), name)
+        return found
 
     def member(self, node: ast.AST, owner: ir.Expr, name: str) -> ir.Expr:
         """Return a field of a structure."""

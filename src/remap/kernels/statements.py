@@ -8,11 +8,11 @@ from typing import Any
 from remap.kernels import ir
 from remap.kernels.assignments import Assignments
 from remap.kernels.ir import BOOL, INT, Record, Scalar, Type, promote
-from remap.kernels.reading import Source, scalar_of
+from remap.kernels.reading import Reference, Source, scalar_of
 from remap.kernels.scope import Shared
 
 _PASSES = 20  # types of variables only ever widen, so that a few passes are enough
-_SHARED_LIMIT = 48 * 1024  # bytes of static shared memory (CUDA programming guide, technical specifications)
+_NO_ELSE = "Set a variable before the break, and look at it after the loop"
 
 
 class Statements(Assignments):
@@ -26,7 +26,7 @@ class Statements(Assignments):
         """Return the typed body, once the types of all variables have settled."""
         for _ in range(_PASSES):
             before, result = dict(self.types), self.result
-            self.out, self.assigned, self.aliases, self.constants = [], set(), {}, {}
+            self.out, self.assigned, self.aliases, self.constants, self.captures = [], set(), {}, {}, {}
             self.temporaries, self.depth = 0, 0
             if self.is_kernel:
                 self.shared.start()
@@ -63,7 +63,7 @@ class Statements(Assignments):
                 for target in targets:
                     self.put(node, target, held)
             case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as value, annotation=annotation):
-                to = scalar_of(self.source.evaluate(annotation))
+                to = scalar_of(self.annotated(annotation))
                 if to is None:
                     raise self.error(
                         node, ast.unparse(annotation), "a variable is of int, float, bool or a NumPy type"
@@ -114,12 +114,13 @@ class Statements(Assignments):
     def loop(self, node: ast.While) -> None:
         """Type a while loop."""
         if node.orelse:
-            raise self.error(node, "while … else", "a kernel cannot have this")
+            raise self.error(node, "while … else", "a loop of a kernel has no else", _NO_ELSE)
         before, test = self.inside(lambda: self.truth(node.test))
         known = None if self.assigned is None else set(self.assigned)
         body, _ = self.branch(node.body, known)
         self.out.append(ir.While(node.lineno, before, test, body))
-        self.assigned = known
+        endless = isinstance(node.test, ast.Constant) and bool(node.test.value) and not _breaks(node.body)
+        self.assigned = None if endless else known
 
     def count(self, node: ast.For) -> None:
         """Type `for k in range(…)`."""
@@ -131,7 +132,9 @@ class Statements(Assignments):
             and not call.keywords
             and 1 <= len(call.args) <= 3
         )
-        if node.orelse or not known_range or not isinstance(node.target, ast.Name):
+        if node.orelse:
+            raise self.error(node, "for … else", "a loop of a kernel has no else", _NO_ELSE)
+        if not known_range or not isinstance(node.target, ast.Name):
             text = ast.unparse(node).splitlines()[0].rstrip(":")
             raise self.error(
                 node, text, "a kernel loops with: for k in range(…)", "Take the elements by their index"
@@ -215,7 +218,15 @@ class Statements(Assignments):
             rule = "it returns a value on some paths and ends without one on others"
             raise source.error(source.tree, f"device function {source.name}", rule)
         named = [(f"p_{one}", kind) for one, kind in parameters.items()]
+        # The values that it captures are the kernel's: they come along in each call.
+        named += [(one, read.type) for one, read in typer.captures.items()]
         return ir.Function(name, named, typer.result, typer.variables(), body, source.line)
+
+    def annotated(self, node: ast.expr) -> Any:
+        """Return what the annotation of a variable means."""
+        for one in self.source.names_in(node):
+            self.resolve(one)
+        return self.source.evaluate(node)
 
     def variables(self) -> dict[str, Type]:
         """Return the types of all variables by the names that they have in the typed form."""
@@ -225,8 +236,19 @@ class Statements(Assignments):
         }
 
 
-def type_kernel(source: Source, parameters: dict[str, Type], fma: bool) -> tuple[ir.Kernel, dict[str, Any]]:
-    """Return the typed kernel for these types of parameters, and the values from outside that went into it.
+def _breaks(nodes: list[ast.stmt]) -> bool:
+    """Tell whether statements of a loop break out of it."""
+    return any(
+        isinstance(node, ast.Break)
+        or (isinstance(node, ast.If) and (_breaks(node.body) or _breaks(node.orelse)))
+        for node in nodes
+    )
+
+
+def type_kernel(
+    source: Source, parameters: dict[str, Type], fma: bool
+) -> tuple[ir.Kernel, dict[Reference, Any]]:
+    """Return the typed kernel for these types of parameters, and what from outside was compiled into it.
 
     Raises `CompileError`, naming file and line, for what a kernel cannot have.
     """
@@ -237,7 +259,7 @@ def type_kernel(source: Source, parameters: dict[str, Type], fma: bool) -> tuple
         name=source.name,
         file=source.file,
         parameters=[(f"p_{name}", kind) for name, kind in parameters.items()],
-        captured=[(name, path, kind) for path, (name, kind) in shared.captured.items()],
+        captured=[(name, reference, kind) for reference, (name, kind) in shared.captured.items()],
         variables=typer.variables(),
         body=body,
         functions=list(shared.functions.values()),
@@ -250,4 +272,4 @@ def type_kernel(source: Source, parameters: dict[str, Type], fma: bool) -> tuple
         dynamic_least=shared.dynamic_least,
         fma=fma,
     )
-    return kernel, shared.baked
+    return kernel, shared.resolved

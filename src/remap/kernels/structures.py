@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,16 @@ _PYTHON: dict[Any, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 @lru_cache(maxsize=256)
 def structure_of(kind: type) -> np.dtype[Any]:
     """Return the C layout of a dataclass: `int` is an int64, `float` a float64, and NumPy types are themselves."""
-    hints = typing.get_type_hints(kind)
+    hints: dict[str, Any] = {one.name: one.type for one in dataclasses.fields(kind)}
+    if any(isinstance(hint, str) for hint in hints.values()):
+        try:
+            hints = typing.get_type_hints(kind)
+        except Exception as error:  # noqa: BLE001 (an annotation can raise anything)
+            raise LaunchError(
+                f"structure {kind.__name__}",
+                rule=f"its annotations mean nothing in its module ({error})",
+                next_step="Give the types of its fields names of that module, or write them as objects and not as text",
+            ) from None
     fields: list[tuple[str, Any]] = []
     for one in dataclasses.fields(kind):
         hint: Any = _PYTHON.get(hints[one.name], hints[one.name])
@@ -87,16 +97,55 @@ def field_offset(dtype: np.dtype[Any], field: str) -> int:
 
 
 def as_record(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a dataclass, or a structured scalar, as a structured scalar of that type, a copy of its own."""
+    """Return a dataclass, or a structured scalar, as a structured scalar of that type, a copy of its own.
+
+    Raises `ValueError` for a number that a field cannot hold, naming the field.
+    """
     if isinstance(value, np.void):
         return value.copy()
-    record: Any = np.array(_tuple(value), dtype)[()]
+    record: Any = np.array(_tuple(value, dtype, ""), dtype)[()]
     return record
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    found = (getattr(value, one.name) for one in dataclasses.fields(value))
-    return tuple(_tuple(one) if dataclasses.is_dataclass(one) else one for one in found)
+def _tuple(value: Any, dtype: np.dtype[Any], above: str) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for one in dataclasses.fields(value):
+        given, kind, name = getattr(value, one.name), dtype[one.name], f"{above}{one.name}"
+        if kind.fields is not None:
+            found.append(_tuple(given, kind, f"{name}.") if dataclasses.is_dataclass(given) else given)
+            continue
+        reason = misfit(given, kind)
+        if reason:
+            raise ValueError(f"field {name}: {given!r}: {reason}")
+        found.append(given)
+    return tuple(found)
+
+
+def misfit(value: Any, dtype: np.dtype[Any]) -> str:
+    """Return why a number cannot go to a place of this type unchanged but for rounding, empty where it can."""
+    if dtype.kind == "b":
+        return ""
+    if isinstance(value, float) or is_numpy(value, np.floating):
+        if dtype.kind in "iu":
+            return f"it is a float, and {dtype} is wanted"
+        # From here on it rounds to infinity, which is no number of the user's.
+        too_large = dtype.itemsize == 4 and _LARGEST_32 <= abs(float(value)) < math.inf
+        return f"it does not fit into {dtype}" if too_large else ""
+    if not isinstance(value, int) and not is_numpy(value, (np.integer, np.bool_)):
+        return f"it is no number, and {dtype} is wanted"
+    low, high = _LIMITS[dtype.str]
+    return "" if low <= int(value) <= high else f"it does not fit into {dtype}"
+
+
+_LARGEST_32 = float.fromhex("0x1.ffffffp+127")
+_LIMITS: dict[str, tuple[int, int]] = {
+    **{
+        np.dtype(name).str: (int(np.iinfo(name).min), int(np.iinfo(name).max))
+        for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+    },
+    np.dtype("float32").str: (-(2**128 - 2**103 - 1), 2**128 - 2**103 - 1),
+    np.dtype("float64").str: (-(2**1024 - 2**970 - 1), 2**1024 - 2**970 - 1),
+}
 
 
 def describe_layout(dtype: np.dtype[Any], at: int = 0, indent: str = "") -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,15 @@ from remap.kernels.ir import Array, Record, Scalar, Type
 from remap.kernels.loaded import Loaded
 from remap.kernels.overlap import Place, check_disjoint, parts_of, share_bytes
 from remap.kernels.params import Arguments
-from remap.kernels.reading import MISSING, Source, type_of_value
+from remap.kernels.reading import MISSING, Reference, Source, is_same, reader, type_of_value
 from remap.kernels.run import HostRun, Parts
-from remap.kernels.structures import alignment, as_record, describe_layout
+from remap.kernels.structures import alignment, as_record, describe_layout, misfit
+from remap.kernels.widths import is_argument, widths_of
 from remap.locations import Device
 from remap.ranges import Range
 from remap.spans import Span
 from remap.streams import StreamLike
-from remap.types import Access, Touched
+from remap.types import Access, LaunchConfig, Touched
 
 _NONE = Access.NONE
 _CODES = {
@@ -41,18 +41,19 @@ _CODES = {
 class Variant:
     """A typed kernel, what it becomes on each driver, and how its arguments are passed."""
 
-    def __init__(self, source: Source, kernel: ir.Kernel, baked: dict[str, Any]) -> None:
+    def __init__(self, source: Source, kernel: ir.Kernel, resolved: dict[Reference, Any]) -> None:
         self.kernel = kernel
         self.loaded: dict[Device, Loaded] = {}
         self._source = source
-        self._baked = baked
+        self._resolved = resolved
         self._cpp: str | None = None
         self._host: Callable[..., None] | None = None
         self._free: list[Arguments] = []
         self.asked = f"launch of {kernel.name}"
         # Whether anything from outside of the kernel has a part in it, which is then looked at before each launch.
-        self._paths = [*baked, *(path for _, path, _ in kernel.captured)]
-        self.looks_outside = bool(self._paths)
+        outside = [*resolved, *(reference for _, reference, _ in kernel.captured)]
+        self.looks_outside = bool(outside)
+        self._taken_in = reader(outside)
         self._arrays = [
             (index, name[2:], kind.kind == "disjoint", kind.ndim)
             for index, (name, kind) in enumerate(kernel.parameters)
@@ -65,16 +66,16 @@ class Variant:
         self._plain = (
             all(not isinstance(kind, Record) for _, kind in kernel.parameters) and not kernel.captured
         )
-        self._widths = self._width_checks()
+        self._widths = widths_of(kernel, source)
 
     # -- what it becomes --
 
     def fits(self) -> bool:
-        """Tell whether what is captured now has the types, and where it matters the values, that were compiled in."""
-        for path, value in self._baked.items():
-            if self._source.at(path) != value:
+        """Tell whether what was compiled in is still meant, and what is captured now has the types that it had."""
+        for reference, found in self._resolved.items():
+            if not is_same(reference.now(), found):
                 return False
-        return all(type_of_value(self._source.at(path)) == kind for _, path, kind in self.kernel.captured)
+        return all(type_of_value(reference.now()) == kind for _, reference, kind in self.kernel.captured)
 
     def cpp(self) -> str:
         """Return the kernel as CUDA C++."""
@@ -105,7 +106,12 @@ class Variant:
         }
 
     def check_arrays(
-        self, views: dict[int, View], arguments: tuple[Any, ...], at: Device, allow_overlap: bool
+        self,
+        views: dict[int, View],
+        arguments: tuple[Any, ...],
+        at: Device,
+        config: LaunchConfig,
+        allow_overlap: bool,
     ) -> None:
         """Raise where an array cannot be written, shares memory with one that is, or is not as wide as its index."""
         place = at.location
@@ -129,7 +135,7 @@ class Variant:
         if self._meets and len(views) > 0 and not allow_overlap:
             check_disjoint(self.asked, self.places(views))
         for index, wanted in self._widths:
-            width = wanted(arguments, views)
+            width = wanted(arguments, views, config)
             shape = views[index].shape
             if len(shape) == 2 and shape[1] != width:
                 name = self.kernel.parameters[index][0]
@@ -171,29 +177,6 @@ class Variant:
             next_step=f"{step}; or annotate the parameter as remap.Slice, if it is only read",
         )
 
-    def _width_checks(self) -> list[tuple[int, partial[int]]]:
-        """Return, for each array that is written with a two-dimensional index, what its width has to be."""
-        found: list[tuple[int, partial[int]]] = []
-        names = [name for name, _ in self.kernel.parameters]
-        for name, space in self.kernel.spaces.items():
-            if space.kind == "2d":
-                found.append((names.index(name), partial(_constant, space.stride)))
-            elif space.kind == "width":
-                found.append((names.index(name), self._width(space.width, names)))
-        return found
-
-    def _width(self, text: str, names: list[str]) -> partial[int]:
-        """Return what reads the width of `index_2d(width)` from the arguments of a launch."""
-        head, _, rest = text.partition(".shape[")
-        if rest and f"p_{head}" in names:
-            return partial(_extent, names.index(f"p_{head}"), int(rest.rstrip("]")))
-        if text.isdecimal():
-            return partial(_constant, int(text))
-        root, *fields = text.split(".")
-        if f"p_{root}" in names:
-            return partial(_argument, names.index(f"p_{root}"), fields)
-        return partial(_outside, self._source, text)
-
     # -- passing --
 
     def repeatable(self, arguments: tuple[Any, ...]) -> Repeatable | None:
@@ -204,7 +187,7 @@ class Variant:
         """
         if not all(isinstance(kind, Scalar) for _, _, kind in self.kernel.captured):
             return None
-        if any(wanted.func is _argument for _, wanted in self._widths):
+        if any(is_argument(wanted) for _, wanted in self._widths):
             return None
         found: list[Packed] = []
         places = [index for index, _, _, _ in self._arrays]
@@ -223,11 +206,7 @@ class Variant:
             value += 1
         if not self.looks_outside:
             return Repeatable(places, found)
-        return Repeatable(places, found, self._taken_in, self._taken_in())
-
-    def _taken_in(self) -> list[Any]:
-        """Return what is compiled in, and what is captured, as it is now."""
-        return [self._source.at(path) for path in self._paths]
+        return Repeatable(places, found, self._taken_in, tuple(self._taken_in()))
 
     def _lay_out(self) -> tuple[str, list[int], list[tuple[int, int, str]]]:
         """Return the layout of all values for `struct`, where each begins, and (offset, size, what) for people."""
@@ -258,7 +237,7 @@ class Variant:
     def describe(self) -> str:
         """Return how the arguments are passed, a line for each value."""
         lines = ["offset  size  value"]
-        paths = {name: path for name, path, _ in self.kernel.captured}
+        paths = {name: self._path(reference) for name, reference, _ in self.kernel.captured}
         for offset, size, what in self._rows:
             lines.append(f"{offset:>6} {size:>5}  {what}")
             name = what.split(":")[0]
@@ -313,11 +292,19 @@ class Variant:
         return [record.tobytes()]
 
     def _captured(self) -> list[Any]:
-        values = [self._source.at(path) for _, path, _ in self.kernel.captured]
-        for value, (_, path, _) in zip(values, self.kernel.captured, strict=True):
+        values = [reference.now() for _, reference, _ in self.kernel.captured]
+        for value, (_, reference, _) in zip(values, self.kernel.captured, strict=True):
             if value is MISSING:
-                raise LaunchError(self.asked, rule=f"the captured value {path} is gone")
+                raise LaunchError(self.asked, rule=f"the captured value {self._path(reference)} is gone")
         return values
+
+    def _path(self, reference: Reference) -> str:
+        """Return a captured value as people know it: with the function that reads it, where that is not the kernel."""
+        return (
+            reference.path
+            if reference.source is self._source
+            else f"{reference.path} of {reference.source.name}"
+        )
 
     def _by_value(self, name: str, kind: Type, value: Any) -> Any:
         """Return a number or a structure as it is now, checked to fit; all else as it is."""
@@ -328,20 +315,29 @@ class Variant:
         try:
             return as_record(value, kind.dtype)
         except (TypeError, ValueError, OverflowError) as error:
-            rule = f"a field does not fit: {error}"
-            raise LaunchError(f"{self.asked}, argument {name[2:]!r}: {value!r}", rule=rule) from error
+            raise LaunchError(
+                f"{self._given(name)}: {value!r}", rule=f"a field does not fit: {error}"
+            ) from error
 
     def number(self, name: str, kind: Scalar, value: Any) -> Any:
         """Return a number for its parameter, checked to fit."""
+        reason = misfit(value, kind.dtype)
+        if reason:
+            wide = kind == ir.INT and (1 << 63) <= value < 1 << 64
+            step = f"Make it a numpy.uint64{', and annotate it so' * name.startswith('p_')}" if wide else ""
+            is_long = isinstance(value, int) and value.bit_length() > 256
+            text = f"a number of {value.bit_length()} bits" if is_long else repr(value)
+            raise LaunchError(f"{self._given(name)}: {text}", rule=reason, next_step=step)
         if kind.dtype.kind in "iu":
-            limits = _LIMITS[kind.dtype.str]
-            if not limits[0] <= value <= limits[1]:
-                raise LaunchError(
-                    f"{self.asked}, argument {name[2:]!r}: {value!r}",
-                    rule=f"it does not fit into {kind.dtype}",
-                )
             return int(value)
         return float(value) if kind.dtype.kind == "f" else bool(value)
+
+    def _given(self, name: str) -> str:
+        """Return what was given, for messages, by the name that it has inside of the kernel."""
+        for one, reference, _ in self.kernel.captured:
+            if one == name:
+                return f"{self.asked}, captured value {self._path(reference)}"
+        return f"{self.asked}, argument {name[2:]!r}"
 
     def on_host(
         self, arguments: tuple[Any, ...], views: dict[int, View], allow_overlap: bool
@@ -381,28 +377,6 @@ class Variant:
         return {f"p_{one.name}": parts_of(one) for one in places if one.name in meeting}
 
 
-# What the width of an index is at a launch: each takes the arguments and the arrays among them.
-
-
-def _constant(width: int, _arguments: tuple[Any, ...], _views: dict[int, View]) -> int:
-    return width
-
-
-def _extent(index: int, axis: int, _arguments: tuple[Any, ...], views: dict[int, View]) -> int:
-    return views[index].shape[axis]
-
-
-def _argument(index: int, fields: Sequence[str], arguments: tuple[Any, ...], _views: dict[int, View]) -> int:
-    value = arguments[index]
-    for name in fields:
-        value = value[name] if isinstance(value, np.void) else getattr(value, name)
-    return int(value)
-
-
-def _outside(source: Source, path: str, _arguments: tuple[Any, ...], _views: dict[int, View]) -> int:
-    return int(source.at(path))
-
-
 def _count(shape: tuple[int, ...]) -> int:
     total = 1
     for extent in shape:
@@ -412,9 +386,3 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def _size(view: View) -> int:
     return _count(view.shape) * view.dtype.itemsize
-
-
-_LIMITS = {
-    np.dtype(name).str: (int(np.iinfo(name).min), int(np.iinfo(name).max))
-    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-}

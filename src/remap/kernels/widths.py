@@ -1,0 +1,83 @@
+"""How wide `index_2d(width)` is at a launch: read again each time, for the arrays that are written with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from remap.kernels import ir
+from remap.kernels.arguments import View
+from remap.kernels.reading import Reference, Source
+from remap.types import Dim3, LaunchConfig
+
+Width: TypeAlias = Callable[[tuple[Any, ...], dict[int, View], LaunchConfig], int]
+"""What a width is, from the arguments of a launch, the arrays among them, and the configuration."""
+
+
+def widths_of(kernel: ir.Kernel, source: Source) -> list[tuple[int, partial[int]]]:
+    """Return, for each array that is written with a two-dimensional index, what its width has to be."""
+    found: list[tuple[int, partial[int]]] = []
+    names = [name for name, _ in kernel.parameters]
+    for name, space in kernel.spaces.items():
+        if space.kind == "2d":
+            found.append((names.index(name), partial(_constant, space.stride)))
+        elif space.kind == "width":
+            found.append((names.index(name), _width(space.width, names, kernel, source)))
+    return found
+
+
+def is_argument(width: partial[int]) -> bool:
+    """Tell whether a width is an argument that goes by value, or a field of one."""
+    return width.func is _argument
+
+
+def _width(text: str, names: list[str], kernel: ir.Kernel, source: Source) -> partial[int]:
+    """Return what reads a width, from the text that `Calls.width_text` gives."""
+    head, _, rest = text.partition(".shape[")
+    if rest:
+        return partial(_extent, names.index(f"p_{head}"), int(rest.rstrip("]")))
+    if text.isdecimal():
+        return partial(_constant, int(text))
+    root, *fields = text.split(".")
+    if f"p_{root}" in names:
+        return partial(_argument, names.index(f"p_{root}"), fields)
+    for _, reference, _ in kernel.captured:
+        if reference.source is source and f"{text}.".startswith(f"{reference.path}."):
+            return partial(_outside, reference, text[len(reference.path) + 1 :].split("."))
+    is_block, axis = text.endswith(("block_size.x", "block_size.y", "block_size.z")), "xyz".index(text[-1])
+    return partial(_launched, "block" if is_block else "grid", axis)
+
+
+def _constant(width: int, _arguments: object, _views: object, _config: object) -> int:
+    return width
+
+
+def _extent(index: int, axis: int, _arguments: object, views: dict[int, View], _config: object) -> int:
+    return views[index].shape[axis]
+
+
+def _argument(
+    index: int, fields: Sequence[str], arguments: tuple[Any, ...], _views: object, _config: object
+) -> int:
+    return _field(arguments[index], fields)
+
+
+def _outside(
+    reference: Reference, fields: Sequence[str], _arguments: object, _views: object, _config: object
+) -> int:
+    return _field(reference.now(), fields)
+
+
+def _launched(what: str, axis: int, _arguments: object, _views: object, config: LaunchConfig) -> int:
+    extents: Dim3 = config.block if what == "block" else config.grid
+    return extents[axis]
+
+
+def _field(value: Any, fields: Sequence[str]) -> int:
+    for name in fields:
+        if name:
+            value = value[name] if isinstance(value, np.void) else getattr(value, name)
+    return int(value)
