@@ -12,6 +12,7 @@ from remap.buffers.placement import Placement, place
 from remap.dtypes import parse_dtype
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import create_handle, parse_alignment, reserve_range
+from remap.launches import launches
 from remap.lifetime import Description, Rollback, drain, queued, undo
 from remap.locations import AccessLike, LocationLike, parse_access
 from remap.sizes import Size, format_size, parse_size, round_up
@@ -195,6 +196,7 @@ class RingBuffer(Buffer):
         second = self._second
         super().set_access(access)
         self._second = {**second, **dict(parse_access(access))}
+        launches.renew()  # what looked in between has seen the old rights of the second view
 
     @property
     def _reach(self) -> int:
