@@ -7,8 +7,10 @@ step stays right while it grows. Nothing in this file knows of remap but `Elasti
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PAGE = 16
 """Rows are given out in pages of this many tokens."""
+
+Around: TypeAlias = Callable[..., AbstractContextManager[None]]
+"""Makes a context of the modules that are used inside of it."""
 
 
 @dataclass(frozen=True)
@@ -116,19 +121,18 @@ class Decoder(nn.Module):
         return [self.rotary, self.embedding, *self.blocks, self.norm]
 
     def forward(
-        self, tokens: Tensor, places: Tensor, rows: Tensor, caches: list[Tensor], ready: Any = None
+        self, tokens: Tensor, places: Tensor, rows: Tensor, caches: list[Tensor], around: Around | None = None
     ) -> Tensor:
-        """Return the logits that follow one token of each sequence; `ready(module)` is called before each is used."""
-        ready = ready or (lambda _module: None)
-        ready(self.rotary)
-        ready(self.embedding)
-        x = self.embedding(tokens)
-        turn = self.rotary(places, x.dtype)
+        """Return the logits that follow one token of each sequence; each part is worked out inside `around(…)`."""
+        around = around or (lambda *_modules: nullcontext())
+        with around(self.rotary, self.embedding):
+            x = self.embedding(tokens)
+            turn = self.rotary(places, x.dtype)
         for block, cache in zip(self.blocks, caches, strict=True):
-            ready(block)
-            x = block(x, turn, cache, rows, places)
-        ready(self.norm)
-        return functional.linear(self.norm(x), self.embedding.weight)
+            with around(block):
+                x = block(x, turn, cache, rows, places)
+        with around(self.norm):
+            return functional.linear(self.norm(x), self.embedding.weight)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

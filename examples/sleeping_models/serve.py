@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,10 @@ class Service:
         self.waiting, self.active, self.finished = given, list[Request](), list[Request]()
         self.chance = torch.Generator().manual_seed(sum(map(ord, name)))
         self.pages = Rows(most)
-        self.graphs: dict[int, tuple[Any, Any]] = {}
+        self.graphs: dict[int, tuple[list[Any], torch.Tensor]] = {}
+        self.memory = (
+            torch.cuda.graph_pool_handle() if options.device.type == "cuda" else None
+        )  # where not elastic
         self.most_at_once = self.steps = 0
         dtype, device = options.dtype, options.device
         with torch.device("meta"):
@@ -195,22 +199,34 @@ class Service:
         self.most_at_once = max(self.most_at_once, len(self.active))
 
     def _run(self, width: int, table: torch.Tensor, ready: Any) -> torch.Tensor:
-        """Run a step, as a graph where it has been captured; the first one after a wake goes layer by layer."""
+        """Run a step, part by part, as graphs where they have been captured; `ready(module)` comes before each part."""
         inputs = (self.tokens, self.places, table, self.cache.tensors)
-        if self.options.device.type != "cuda" or ready is not None:
-            return self.model(*inputs, ready=ready)
+        if self.options.device.type != "cuda" or (ready is not None and width not in self.graphs):
+            return self.model(*inputs, around=_after(ready))
         if width not in self.graphs:
             self.model(*inputs)  # kernels are loaded before a capture, not in it
-            graph = torch.cuda.CUDAGraph()
-            into = (
-                remap.torch.graph(graph, f"{self.name} graphs") if self.elastic else torch.cuda.graph(graph)
-            )
-            with into:
-                logits = self.model(*inputs)
-            self.graphs[width] = graph, logits
-        graph, logits = self.graphs[width]
-        graph.replay()
+            parts: list[tuple[tuple[torch.nn.Module, ...], torch.cuda.CUDAGraph]] = []
+            logits = self.model(*inputs, around=partial(self._captured, parts))
+            self.graphs[width] = parts, logits
+        parts, logits = self.graphs[width]
+        for modules, graph in parts:
+            for module in modules if ready is not None else ():
+                ready(module)
+            graph.replay()
         return logits
+
+    @contextmanager
+    def _captured(self, parts: list[Any], *modules: torch.nn.Module) -> Iterator[None]:
+        """Capture a part of a step. A graph for each: the first ones can run while weights of later ones arrive."""
+        graph = torch.cuda.CUDAGraph()
+        into = (
+            remap.torch.graph(graph, f"{self.name} graphs")
+            if self.elastic
+            else torch.cuda.graph(graph, self.memory)
+        )
+        with into:
+            yield
+        parts.append((modules, graph))
 
     def _made(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory for a weight, or a buffer, of this shape."""
@@ -228,6 +244,18 @@ class Service:
         self.graphs.clear()
         if self.elastic:
             self.cache.close()
+
+
+def _after(ready: Any) -> Any:
+    """Return what calls `ready` for the modules of a part, and then lets it be worked out."""
+
+    @contextmanager
+    def around(*modules: torch.nn.Module) -> Iterator[None]:
+        for module in modules if ready is not None else ():
+            ready(module)
+        yield
+
+    return around
 
 
 @dataclass(frozen=True)
@@ -284,7 +312,7 @@ def serve(services: list[Service], elastic: bool, quantum: int, show: Any) -> Se
         for number in range(quantum if awake.busy else 0):
             if not awake.busy:
                 break
-            # The first step goes layer by layer, and each waits for its own weights; plain tensors do the same.
+            # In the first step each layer waits for its own weights; plain tensors take the same steps.
             ready = None if number else arriving.wait_for if arriving is not None else lambda _module: None
             asked = time.perf_counter()
             served.generated += awake.step(ready)
