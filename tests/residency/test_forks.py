@@ -85,7 +85,7 @@ def test_sleeping_together(stage: Stage, keep: Any, events: bool) -> None:
         taken = empty - memory().free
         slept = remap.pause(made.all, keep)
         assert (slept.buffers, slept.bytes, slept.freed) == (4, made.physical, made.physical)
-        assert memory().free - (empty - taken) == made.physical
+        assert abs(memory().free - (empty - taken) - made.physical) <= stage.slack
         if keep == "host":
             assert remap.host_pool().statistics().used == made.physical
         mark = stage.mark()
@@ -96,7 +96,7 @@ def test_sleeping_together(stage: Stage, keep: Any, events: bool) -> None:
         else:
             assert remap.resume(made.all).bytes == made.physical
         assert stage.names_since(mark).count("create") == made.physical // CHUNK
-        assert empty - memory().free == taken
+        assert abs(empty - memory().free - taken) <= stage.slack
         assert remap.footprint(made.all) == {remap.device(0).location: made.physical}
         assert [one.address for one in made.all] == addresses
         assert made.holds()
@@ -111,7 +111,7 @@ def test_sleeping_together(stage: Stage, keep: Any, events: bool) -> None:
         first.fill(7)
         made.bytes[1] = np.full(PREFIX + CHUNK, 7, np.uint8)
         assert made.holds()
-    assert memory().free == empty
+    assert abs(memory().free - empty) <= stage.slack
     assert settled()
 
 
