@@ -125,6 +125,7 @@ def host_costs(results: dict[str, Any]) -> str:
 # measured against.
 Line = tuple[str, str, Callable[[Any], str], Callable[[Any], str]]
 _SAVER = "torch_memory_saver, with retain_cpu_backup"
+_PLAIN_SAVER = "torch_memory_saver, as it comes"
 GAINS: tuple[Line, ...] = (
     (
         "residency",
@@ -155,6 +156,18 @@ GAINS: tuple[Line, ...] = (
         "wake them at the same addresses",
         lambda at: f"{at['sleep and wake']['kept']['wake, GB/s']:.1f} GB/s",
         lambda at: f"{at[_SAVER]['wake, GB/s']:.1f} GB/s: the same",
+    ),
+    (
+        "torch_memory",
+        "put them to sleep, host memory given back each time",
+        lambda at: f"{at['sleep and wake']['given back']['sleep, GB/s']:.1f} GB/s",
+        lambda at: f"{at[_PLAIN_SAVER]['sleep, GB/s']:.1f} GB/s: torch_memory_saver as it comes",
+    ),
+    (
+        "torch_memory",
+        "wake them, host memory given back",
+        lambda at: f"{at['sleep and wake']['given back']['wake, GB/s']:.1f} GB/s",
+        lambda at: f"{at[_PLAIN_SAVER]['wake, GB/s']:.1f} GB/s: the same",
     ),
     (
         "elastic",
