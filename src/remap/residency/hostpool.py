@@ -1,7 +1,7 @@
 """The host memory that backups live in: one pool per process, page-locked, near the device, and given back on time.
 
-Fresh host memory is slow: its pages are touched and locked first, so that a pause runs at half of the link's speed
-(H200, 16 threads). That is the default, as it goes back at each resume; what is kept, with `resume(keep_host=True)` or
+Fresh host memory is slow: its pages are touched and locked first, so that a pause runs at four tenths of the speed of
+the link (H200, 16 threads). That is the default, as it goes back at each resume; what is kept, with `resume(keep_host=True)` or
 `host_pool(prepare=)`, makes every pause run at the speed of the link.
 
 The pool is one long range of addresses for each NUMA node, in slabs of 32 MiB that are touched, locked and given back
