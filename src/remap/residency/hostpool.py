@@ -1,8 +1,8 @@
 """The host memory that backups live in: one pool per process, page-locked, near the device, and given back on time.
 
 Fresh host memory is slow: its pages are touched and locked first, so that a pause runs at four tenths of the speed of
-the link (H200, 16 threads). That is the default, as it goes back at each resume; what is kept, with `resume(keep_host=True)` or
-`host_pool(prepare=)`, makes every pause run at the speed of the link.
+the link (H200, 16 threads). That is the default, as it goes back at each resume; what is kept makes every pause run at
+the speed of the link: `resume(keep_host=True)`, `host_pool(prepare=)`.
 
 The pool is one long range of addresses for each NUMA node, in slabs of 32 MiB that are touched, locked and given back
 as a whole, several at a time in background threads, in the order of addresses: a backup copies into the first ones
