@@ -102,6 +102,9 @@ BOOL = Scalar(np.dtype(np.bool_))
 INT = Scalar(np.dtype(np.int64), weak=True)
 FLOAT = Scalar(np.dtype(np.float64), weak=True)
 
+WIDEST = 1 << 36
+"""The widest two-dimensional index: a grid has fewer than 2**26 rows of threads, so that row × width + column fits."""
+
 
 # -- expressions --
 
