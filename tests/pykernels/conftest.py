@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 import remap
 from remap.kernels import PythonKernel, nvrtc
 from remap.kernels.built import image_for
+from remap.kernels.cpp import captured_layout
 
 _COMPILED: set[str] = set()
 
@@ -101,6 +102,9 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
         wide, high = threads if isinstance(threads, tuple) else (threads, 1)
         register = 'asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(size));'
         text = SHIM + kernel.source(*given).replace(register, "size = 0;")
+        text = re.sub(
+            r"static_assert\(\(unsigned long long\)__INTADDR__.*?;", "", text
+        )  # NVRTC's own offsetof
         name = f"kernel{len(list(folder.iterdir()))}"
         source, library = folder / f"{name}.cpp", folder / f"{name}.so"
         source.write_text(text)
@@ -116,6 +120,11 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 arguments += [ctypes.c_longlong(extent) for extent in one.shape if one.ndim > 1]
             else:
                 arguments.append(ctypes.c_double(one) if isinstance(one, float) else ctypes.c_longlong(one))
+        variant = kernel._variant(given)
+        layout = captured_layout(variant.kernel)
+        if layout is not None:
+            kind: Any = np.ctypeslib.as_ctypes_type(layout)
+            arguments.append(kind.from_buffer_copy(*variant._captured_bytes()))
         for y in range(high):
             for x in range(wide):
                 loaded.be_thread(x, y, wide, high)

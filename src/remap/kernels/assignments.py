@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from remap.kernels import ir
-from remap.kernels.calls import Calls
+from remap.kernels.bindings import Bindings
 from remap.kernels.expressions import BINARY, element_type
 from remap.kernels.index import INTRINSICS
-from remap.kernels.ir import Array, Record, Scalar, Type, Witness, promote, value_type
+from remap.kernels.ir import Array, Record, Type, Witness, value_type
 from remap.kernels.reading import Source
 from remap.kernels.scope import ElementOf, Shared
 
 _SHARED_LIMIT = 48 * 1024  # bytes of static shared memory (CUDA programming guide, technical specifications)
 
 
-class Assignments(Calls):
+class Assignments(Bindings):
     """Types assignments."""
 
     def __init__(self, source: Source, shared: Shared, parameters: dict[str, Type]) -> None:
@@ -120,7 +120,9 @@ class Assignments(Calls):
             )
         # Fresh copies, since a name on the left may be read on the right.
         values = [self.value(one) for one in value.elts]
-        held = [self.temporary(one.type, node.lineno, one) for one in values]
+        held = [
+            self.temporary(one.type, node.lineno, one) if self.literal(one) is None else one for one in values
+        ]
         for name, one in zip(names, held, strict=True):
             self.put(node, name, one)
 
@@ -142,25 +144,6 @@ class Assignments(Calls):
                 self.store_at(node, found.array, (found.index,), value)
             case _:
                 raise self.error(node, ast.unparse(target), "a kernel cannot assign to this")
-
-    def assign(self, node: ast.AST, name: str, value: ir.Expr) -> None:
-        """Type an assignment to a variable; its type becomes one that holds all that is ever assigned to it."""
-        line = getattr(node, "lineno", 0)
-        if name in self.aliases:
-            raise self.error(node, name, "the name stands for an array or an element already")
-        known = self.types.get(name)
-        if known is None or known == value.type:
-            kind: Type = value.type
-        elif isinstance(known, Scalar) and isinstance(value.type, Scalar):
-            kind = promote(known, value.type)
-        else:
-            raise self.error(
-                node, f"variable {name}", f"it is a {known} before, and would become a {value.type}"
-            )
-        self.types[name] = kind
-        if self.assigned is not None:
-            self.assigned.add(name)
-        self.out.append(ir.Assign(line, f"v_{name}", self.cast(value, kind)))
 
     def store(self, node: ast.AST, target: ast.Subscript, value: ir.Expr, field: str = "") -> None:
         """Type an assignment to an element."""
