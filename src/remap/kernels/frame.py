@@ -168,7 +168,7 @@ class Frame:
         """Change elements one lane after the other, and return what each found there."""
         at = self._place(memory, indices, selection, line)
         position, lanes = self._positions(memory, at, selection)
-        self._note(memory, "atomic", position, lanes, line)
+        self._note(memory, "exchange" if name == "exchange" else "atomic", position, lanes, line)
         data, total = memory.data, len(position)
         values = [np.broadcast_to(value, total) for value in operands]
         found = np.empty(total, data.dtype)

@@ -162,7 +162,7 @@ def atomic_max(array: Any, index: Any, value: Any) -> Any:
 
 
 def atomic_exchange(array: Any, index: Any, value: Any) -> Any:
-    """Replace an element in one step, and return what was there."""
+    """Replace an element in one step, and return what was there: undefined in shared memory that nobody wrote."""
     _only_inside("atomic_exchange")
 
 
