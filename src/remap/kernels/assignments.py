@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ class Assignments(Bindings):
                 step if isinstance(value, ast.Call) else "",
             )
         # Fresh copies, since a name on the left may be read on the right.
-        values = [self.value(one) for one in value.elts]
+        values = self.in_order(*(partial(self.value, one) for one in value.elts))
         held = [
             self.temporary(one.type, node.lineno, one) if self.literal(one) is None else one for one in values
         ]
@@ -153,7 +154,8 @@ class Assignments(Bindings):
             raise self.error(
                 node, ast.unparse(target), "a Slice is read only", "Annotate it as remap.DisjointSlice"
             )
-        self.store_at(node, array, self.indices(target, array, "write"), value, field)
+        value, indices = self.in_order(lambda: value, partial(self.indices, target, array, "write"))
+        self.store_at(node, array, indices, value, field)
 
     def store_at(
         self, node: ast.AST, array: ir.Var, indices: tuple[ir.Expr, ...], value: ir.Expr, field: str = ""
@@ -206,7 +208,8 @@ class Assignments(Bindings):
         name = BINARY.get(type(op))
         if name is None:
             raise self.refuse(node)
-        new = self.operate(node, name, self.as_number(old, node.target), self.number(value))
+        before = self.as_number(old, node.target)
+        new = self.operate(node, name, *self.in_order(lambda: before, partial(self.number, value)))
         return self.cast(new, old.type)
 
     def declare(self, node: ast.Assign, name: str, kind: str, call: ast.Call) -> None:

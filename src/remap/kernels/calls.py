@@ -7,6 +7,7 @@ import builtins
 import math
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class Calls(Elements):
             raise self.error(
                 node, ast.unparse(node), f"{path} takes {count} argument{'s' * (count != 1)} here"
             )
-        return [self.number(one) for one in node.args]
+        return self.numbers(node.args)
 
     def convert(self, value: ir.Expr, to: Scalar) -> ir.Expr:
         """Return a number converted because the source says so: a number that does not fit is cut as NumPy does."""
@@ -138,7 +139,7 @@ class Calls(Elements):
         """Return `min` or `max` as Python has them: the first, unless a later one is smaller (or larger)."""
         if len(node.args) < 2 or node.keywords:
             raise self.error(node, ast.unparse(node), f"{path} takes two numbers or more here")
-        values = [self.number(one) for one in node.args]
+        values = self.numbers(node.args)
         kind = values[0].type
         for one in values[1:]:
             assert isinstance(kind, Scalar)
@@ -165,19 +166,18 @@ class Calls(Elements):
         if node.keywords or not 1 <= len(node.args) <= 1 + kind.ndim:
             raise self.error(node, what, "get takes the index and, if there is to be one, a default")
         nodes = list(node.args)
-        default: ir.Expr | None = None
         to = element_type(array)
-        first = self.value(nodes[0])
-        own = isinstance(first.type, ir.Witness)
+        own = isinstance(self.inside(partial(self.value, nodes[0]))[1].type, ir.Witness)
         count = 1 if own or kind.kind == "disjoint" else kind.ndim
+        makes: list[Callable[[], Any]] = [partial(self.checked_indices, node, array, nodes[:count], "read")]
         if len(nodes) > count:
             if isinstance(to, Record):
                 raise self.error(node, what, "a structure has no default")
-            default = self.cast(self.number(nodes[-1]), to)
+            makes.append(lambda: self.cast(self.number(nodes[-1]), to))
         elif isinstance(to, Scalar):
-            default = ir.Const(to, node.lineno, to.dtype.type(0).item())
-        indices = self.checked_indices(node, array, nodes[:count], "read")
-        return ir.Load(to, node.lineno, array, indices, default)
+            makes.append(lambda: ir.Const(to, node.lineno, to.dtype.type(0).item()))
+        indices, *default = self.in_order(*makes)
+        return ir.Load(to, node.lineno, array, indices, *default)
 
     def intrinsic(self, node: ast.Call, name: str) -> ir.Expr:
         """Return what one of the functions of `remap.kernels.index` gives."""
@@ -274,8 +274,11 @@ class Calls(Elements):
         if kind.kind == "disjoint":
             self.shared.unchecked.add(array.name)
             array = ir.Var(Array("unchecked", dtype, kind.ndim), array.line, array.name)
-        indices = self.checked_indices(node, array, list(nodes), "change")
-        operands = tuple(self.cast(self.number(one), Scalar(dtype)) for one in node.args[2:])
+        indices, values = self.in_order(
+            partial(self.checked_indices, node, array, list(nodes), "change"),
+            lambda: tuple(self.numbers(node.args[2:])),
+        )
+        operands = tuple(self.cast(one, Scalar(dtype)) for one in values)
         return self.temporary(
             Scalar(dtype), node.lineno, ir.Atomic(Scalar(dtype), node.lineno, name, array, indices, operands)
         )
@@ -286,8 +289,8 @@ class Calls(Elements):
         if any(isinstance(one, ast.Starred) for one in node.args) or len(node.args) != len(source.parameters):
             raise self.error(node, ast.unparse(node), f"{path} takes {len(source.parameters)} arguments")
         arguments: list[ir.Expr] = []
-        for one in node.args:
-            found = self.expression(one)
+        given = self.in_order(*(partial(self.expression, one) for one in node.args))
+        for one, found in zip(node.args, given, strict=True):
             if isinstance(found, ElementOf) or isinstance(found.type, ir.Witness):
                 rule = "the thread's index and its element stay in the kernel"
                 raise self.error(one, ast.unparse(node), rule, "Pass int(i), or the value of the element")

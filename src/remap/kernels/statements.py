@@ -146,7 +146,7 @@ class Statements(Assignments):
                 node, text, "a kernel loops with: for k in range(…)", "Take the elements by their index"
             )
         assert isinstance(call, ast.Call)
-        numbers = [self.number(one) for one in call.args]
+        numbers = self.numbers(call.args)
         for one, at in zip(numbers, call.args, strict=True):
             if not isinstance(one.type, Scalar) or one.type.dtype.kind not in "iu":
                 raise self.error(at, ast.unparse(call), "range takes whole numbers")
