@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import pytest
 
 import remap
+from remap.errors import KernelError
 
 N = 8
 
@@ -145,3 +148,126 @@ def test_a_power_has_the_type_of_its_exponent(on_both: Any) -> None:
     _, _, out, whole = on_both(kernel, x, y, np.zeros(N), np.zeros(N, np.int64), threads=N)
     assert np.array_equal(out, x**2.0 + y**2.0 + 1e10)
     assert np.array_equal(whole, x**2)
+
+
+def test_rounding_leaves_integers_alone(on_both: Any) -> None:
+    """Floor, ceil and trunc of an integer are that integer: none goes through a float64, which holds 53 bits."""
+
+    @remap.kernel
+    def kernel(x: remap.Slice, u: remap.Slice, out: remap.DisjointSlice, u_out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = math.floor(x[i]) + math.ceil(x[i]) * 2 - math.trunc(x[i])
+        u_out[i] = np.floor(u[i]) + np.ceil(u[i]) - np.trunc(u[i]) + math.floor(u[i]) * 0
+
+    x = 2**53 + np.arange(N) * 3 + 1
+    u = x.astype(np.uint64) << np.uint64(9)
+    _, _, out, u_out = on_both(kernel, x, u, np.zeros(N, np.int64), np.zeros(N, np.uint64), threads=N)
+    assert np.array_equal(out, x * 2)
+    assert np.array_equal(u_out, u)
+
+
+def test_functions_give_numbers_of_numpy_or_of_python(on_both: Any) -> None:
+    """NumPy's functions give NumPy's numbers, which decide the type of what they meet; math's of integers do not."""
+
+    @remap.kernel
+    def kernel(x: remap.Slice, n: remap.Slice, out: remap.DisjointSlice, more: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = np.sqrt(2.0) * x[i] + np.fabs(n[i])
+        more[i] = math.sqrt(n[i]) * x[i] + np.abs(-3) * x[i]
+
+    x, n = np.linspace(0.1, 1, N).astype(np.float32), np.arange(N, dtype=np.int32)
+    _, _, out, more = on_both(kernel, x, n, np.zeros(N), np.zeros(N), threads=N)
+    assert np.array_equal(out, np.sqrt(2.0) * x.astype(np.float64) + np.fabs(n))
+    roots = np.array([np.float32(math.sqrt(one)) for one in n]) * x
+    assert np.array_equal(more, roots + np.abs(-3) * x)
+
+
+@remap.kernel
+def index_added(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    i = remap.index_1d()
+    out[i] = x[i] + int(i)
+
+
+@remap.kernel
+def given_added(x: remap.Slice, out: remap.DisjointSlice, by: int) -> None:
+    i = remap.index_1d()
+    out[i] += by
+
+
+def sum_of(v: Any, n: int) -> Any:
+    """Add two numbers."""
+    return v + n
+
+
+@remap.kernel
+def in_a_function(x: remap.Slice, out: remap.DisjointSlice, by: int) -> None:
+    i = remap.index_1d()
+    if i < len(x):
+        v = sum_of(x[i], int(i) + by)
+        out[i] = v
+
+
+@remap.kernel
+def in_min(x: remap.Slice, out: remap.DisjointSlice, by: int) -> None:
+    i = remap.index_1d()
+    out[i] = min(x[i], int(i) * by)
+
+
+@remap.kernel
+def chosen(x: remap.Slice, out: remap.DisjointSlice, by: int) -> None:
+    i = remap.index_1d()
+    v = x[i] if i != 130 else by
+    out[i] = v
+
+
+@pytest.mark.parametrize(
+    ("kernel", "by", "line", "told"),
+    [
+        (index_added, None, 3, "block 2, thread 0: 256 meets uint8"),
+        (given_added, 300, 3, "block 0, thread 0: 300 meets uint8"),
+        (in_a_function, 56, None, "block 1, thread 72: 256 meets uint8"),
+        (in_min, -1, 3, "block 0, thread 1: -1 meets uint8"),
+        (chosen, 256, 3, "block 1, thread 2: 256 meets uint8"),
+    ],
+    ids=["index", "argument", "function", "min", "choice"],
+)
+def test_a_python_number_that_does_not_fit_what_it_meets_is_told(
+    place: Any, kernel: Any, by: int | None, line: int | None, told: str
+) -> None:
+    """NumPy raises OverflowError there; the host driver names kernel, line, block, thread and number."""
+    if remap.driver().name != "host":
+        pytest.skip("a GPU does not tell")
+    x, out = place(np.zeros(400, np.uint8)), place(400, "uint8")
+    place.launch(kernel, x, out, *(() if by is None else (by,)), grid=4, block=128)
+    with pytest.raises(KernelError) as caught:
+        remap.device().synchronize()
+    code = sum_of.__code__ if line is None else kernel.function.__code__
+    assert f"test_meaning.py:{code.co_firstlineno + (2 if line is None else line)}: {told}" in str(
+        caught.value
+    )
+    assert "numpy.uint8(" in str(caught.value)
+
+
+def test_python_numbers_that_fit_and_threads_without_an_element(on_both: Any) -> None:
+    """What fits is no error, nor is what a thread without an element, or on the other side, would have met."""
+
+    @remap.kernel
+    def kernel(x: remap.Slice, out: remap.DisjointSlice, wide: remap.DisjointSlice, by: int) -> None:
+        i = remap.index_1d()
+        out[i] = x[i] + int(i)
+        out[i] += by
+        wide[i] = x[i] + int(i) if i < 200 else 7
+        if i < 100 and x[i] + int(i) < 50:
+            wide[i] += np.uint8(int(i) + 300)
+        wide[i] += (x[i] << 1) // 2 * (x[i] > int(i) - 1000)
+
+    x, out, wide = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8), np.zeros(400, np.int32)
+    _, out, wide = on_both(kernel, x, out, wide, 50, threads=400)
+    assert np.array_equal(out, x + np.arange(100, dtype=np.uint8) + np.uint8(50))
+    both = np.append(x, np.zeros(300, np.uint8))
+    expected = np.where(np.arange(400) < 200, both + np.arange(400).astype(np.uint8), np.uint8(7)).astype(
+        np.int32
+    )
+    small = (np.arange(400) < 100) & (2 * np.arange(400) < 50)
+    expected = expected + np.where(small, (np.arange(400) + 300) % 256, 0) + both
+    assert np.array_equal(wide, expected)

@@ -10,9 +10,10 @@ import numpy as np
 
 from remap.kernels import ir
 from remap.kernels.bindings import Bindings
+from remap.kernels.effects import checks
 from remap.kernels.expressions import BINARY, element_type
 from remap.kernels.index import INTRINSICS
-from remap.kernels.ir import Array, Record, Type, Witness, value_type
+from remap.kernels.ir import BOOL, Array, Record, Type, Witness, value_type
 from remap.kernels.reading import Source
 from remap.kernels.scope import ElementOf, Shared
 
@@ -175,7 +176,14 @@ class Assignments(Bindings):
                     node, ast.unparse(node), f"the element is a {to}, and the value a {value.type}"
                 )
             value = self.cast(value, to)
-        self.out.append(ir.Store(getattr(node, "lineno", 0), array, indices, value, field))
+        line = getattr(node, "lineno", 0)
+        store = ir.Store(line, array, indices, value, field)
+        if checks(value) and isinstance(
+            indices[0].type, Witness
+        ):  # a thread without an element works nothing out
+            self.out.append(ir.If(line, ir.Has(BOOL, line, array, indices[0]), [store], []))
+        else:
+            self.out.append(store)
 
     def augmented(self, node: ast.AugAssign, target: ast.expr, op: ast.operator, value: ast.expr) -> None:
         """Type `x += v`."""

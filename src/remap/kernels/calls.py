@@ -47,6 +47,7 @@ _CLOSE: dict[Any, str] = {
 }
 """Functions that differ in the last bits from one library to another."""
 
+_KEPT = ("abs", "floor", "ceil", "trunc")  # give an integer for one, exactly
 _WHOLE = (math.floor, math.ceil, math.trunc)  # Python's give an int
 
 
@@ -126,10 +127,16 @@ class Calls(Elements):
         (value,) = self.counted(node, path, 1)
         assert isinstance(value.type, Scalar)
         kind = value.type
-        if name == "abs" and kind.dtype.kind in "iu" and target is not math.fabs:
-            return ir.Op(kind, node.lineno, "abs", (value,)) if kind.dtype.kind == "i" else value
+        of_numpy = isinstance(target, np.ufunc)  # which gives no Python number
+        if of_numpy:
+            kind = Scalar(kind.dtype)
+        if kind.dtype.kind in "biu" and name in _KEPT and target not in (math.fabs, np.fabs):
+            whole = self.cast(value, kind)
+            if name == "abs" and kind.dtype.kind == "i":
+                return ir.Op(kind, node.lineno, "abs", (whole,))
+            return self.cast(whole, INT) if target in _WHOLE else whole
         if kind.dtype.kind != "f":
-            kind = FLOAT if kind.weak else Scalar(np.dtype(np.float64))
+            kind = Scalar(np.dtype(np.float64)) if of_numpy else FLOAT
         found = ir.Op(kind, node.lineno, name, (self.cast(value, kind),))
         if name == "isnan":
             found.type = BOOL
@@ -145,9 +152,9 @@ class Calls(Elements):
             assert isinstance(kind, Scalar)
             assert isinstance(one.type, Scalar)
             kind = promote(kind, one.type) if kind != one.type else kind
-        found = self.cast(values[0], kind)
+        found = self.meet(values[0], kind)
         for one in values[1:]:
-            found = ir.Op(kind, node.lineno, path.rsplit(".", maxsplit=1)[-1], (found, self.cast(one, kind)))
+            found = ir.Op(kind, node.lineno, path.rsplit(".", maxsplit=1)[-1], (found, self.meet(one, kind)))
         return found
 
     # -- what only kernels have --
@@ -278,7 +285,8 @@ class Calls(Elements):
             partial(self.checked_indices, node, array, list(nodes), "change"),
             lambda: tuple(self.numbers(node.args[2:])),
         )
-        operands = tuple(self.cast(one, Scalar(dtype)) for one in values)
+        to = self.cast if name in ("exchange", "cas") else self.meet
+        operands = tuple(to(one, Scalar(dtype)) for one in values)
         return self.temporary(
             Scalar(dtype), node.lineno, ir.Atomic(Scalar(dtype), node.lineno, name, array, indices, operands)
         )

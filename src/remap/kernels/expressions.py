@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from remap.kernels import ir
+from remap.kernels.effects import acts, harmless
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Element, Scalar, Type, Witness, promote, value_type
 from remap.kernels.scope import ElementOf, Scope
 
@@ -192,6 +193,14 @@ class Expressions(Scope):
             return ir.Const(to, value.line, to.dtype.type(value.value).item())
         return ir.Cast(to, value.line, value)
 
+    def meet(self, value: ir.Expr, to: Type) -> ir.Expr:
+        """Return a value in the type of what it meets, which a Python number has to fit into."""
+        found = self.cast(value, to)
+        assert isinstance(to, Scalar)
+        if isinstance(found, ir.Cast) and value.type == INT and to.dtype.kind in "iu":
+            found.checked = to.dtype != np.int64
+        return found
+
     def check_fits(self, value: ir.Const, to: Scalar) -> None:
         """Raise where a number of the source does not fit into the integer type that it takes."""
         if to.dtype.kind in "iu" and isinstance(value.value, int):
@@ -244,7 +253,7 @@ class Expressions(Scope):
             value = {"+": a.value + b.value, "-": a.value - b.value, "*": a.value * b.value}[name]
             if -(1 << 63) <= value < 1 << 63:
                 return ir.Const(INT, a.line, value)
-        return ir.Op(kind, getattr(node, "lineno", a.line), name, (self.cast(a, kind), self.cast(b, kind)))
+        return ir.Op(kind, getattr(node, "lineno", a.line), name, (self.meet(a, kind), self.meet(b, kind)))
 
     def unary(self, node: ast.expr, op: ast.unaryop, operand: ast.expr) -> ir.Expr:
         """Return an operation on one number."""
@@ -364,7 +373,7 @@ class Expressions(Scope):
         assert isinstance(one.type, Scalar)
         assert isinstance(other.type, Scalar)
         kind = one.type if one.type == other.type else promote(one.type, other.type)
-        one, other = self.cast(one, kind), self.cast(other, kind)
+        one, other = self.meet(one, kind), self.meet(other, kind)
         if not body and not orelse and harmless(one) and harmless(other):
             return ir.Op(kind, node.lineno, "select", (test, one, other))
         result = self.temporary(kind, node.lineno, None)
@@ -382,36 +391,3 @@ def element_type(array: ir.Var) -> Type:
     """Return the type of an array's elements."""
     assert isinstance(array.type, (Array, Element))
     return value_type(array.type.dtype)
-
-
-def harmless(value: ir.Expr) -> bool:
-    """Tell whether an expression can be worked out where it is not wanted: it touches no memory and cannot fail."""
-    match value:
-        case ir.Load() | ir.Call() | ir.Atomic():
-            return False
-        case ir.Cast(value=inner) | ir.Member(value=inner):
-            return harmless(inner)
-        case ir.Op(operands=operands):
-            return all(harmless(one) for one in operands)
-        case _:
-            return True
-
-
-def acts(block: ir.Block) -> bool:
-    """Tell whether statements may change memory: atomic operations, and functions that are given more than a Slice."""
-    for statement in block:
-        match statement:
-            case ir.Assign(value=ir.Atomic()):
-                return True
-            case (
-                ir.Assign(value=ir.Call(arguments=arguments))
-                | ir.Evaluate(value=ir.Call(arguments=arguments))
-            ):
-                if any(isinstance(one.type, Array) and one.type.kind != "slice" for one in arguments):
-                    return True
-            case ir.If(body=body, orelse=orelse):
-                if acts(body) or acts(orelse):
-                    return True
-            case _:
-                pass
-    return False

@@ -133,9 +133,13 @@ class Var(Expr):
 
 @dataclass(slots=True)
 class Cast(Expr):
-    """A conversion. From a float to an integer: towards zero, held to the range, NaN becomes 0."""
+    """A conversion. From a float to an integer: towards zero, held to the range, NaN becomes 0.
+
+    A `checked` one is of a Python number that has to fit: the host reports it if not, CUDA keeps the lowest bits.
+    """
 
     value: Expr
+    checked: bool = False
 
 
 @dataclass(slots=True)

@@ -209,7 +209,7 @@ class Statements(Assignments):
                 self.result = value.type
             elif value.type != self.result and not isinstance(value.type, Scalar):
                 raise self.error(node, ast.unparse(node), f"it returns a {self.result} elsewhere")
-            self.out.append(ir.Return(node.lineno, self.cast(value, self.result)))
+            self.out.append(ir.Return(node.lineno, self.meet(value, self.result)))
         self.assigned = None
 
     def make_function(self, source: Source, parameters: dict[str, Type], name: str) -> ir.Function:
