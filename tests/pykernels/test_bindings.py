@@ -26,7 +26,7 @@ def test_a_later_binding_does_not_change_what_came_before(on_both: Any) -> None:
         out[i] = w + v * 0
         n = 9007199254740993
         n_out[i] = n - 9007199254740992
-        n = 0.5
+        n = 0.5  # type: ignore[assignment]
         out[i] += n
 
     x, y = np.full(N, 0.3, np.float32), np.linspace(1, 2, N)
@@ -75,7 +75,7 @@ def test_a_number_begins_a_sum_of_another_type(on_both: Any) -> None:
             low = min(low, x[k])
             seen = max(seen, x[k])
         if total > 3:
-            total = 2.5
+            total = 2.5  # type: ignore[assignment]
         out[i] = total + low + seen
 
     x, m = np.linspace(-1, 2, N).astype(np.float32), np.arange(N, dtype=np.int32)
@@ -117,6 +117,28 @@ def test_a_loop_round_a_branch_goes_on_with_one_variable(on_both: Any) -> None:
     assert np.array_equal(out, best * np.where(np.arange(N) > 3, -1, 1).astype(np.float32))
 
 
+def test_one_of_several_numbers_begins_a_sum(on_both: Any) -> None:
+    """Where a branch decides which number of the source it is, the sum begins with that one."""
+
+    @remap.kernel
+    def kernel(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        total = 3
+        if i > 2:
+            total = 0.5  # type: ignore[assignment]
+        for k in range(len(x)):
+            total += x[k]
+        out[i] = total
+
+    x = np.linspace(1, 2, N).astype(np.float32)
+    _, out = on_both(kernel, x, np.zeros(N, np.float32), threads=N)
+    for k in range(N):
+        total: Any = 0.5 if k > 2 else 3
+        for one in x:
+            total += one
+        assert out[k] == total
+
+
 def test_parameters_and_functions_bind_anew(on_both: Any) -> None:
     """A parameter that is assigned to is a variable like any other, in device functions, too."""
 
@@ -125,7 +147,7 @@ def test_parameters_and_functions_bind_anew(on_both: Any) -> None:
         i = remap.index_1d()
         n = n + 1
         k = n // 2
-        n = n * 0.25
+        n = n * 0.25  # type: ignore[assignment] # pyright: ignore[reportAssignmentType]
         out[i] = k + n + shrunk(x[i])
 
     x = np.arange(100, 100 + N, dtype=np.uint8)
@@ -165,7 +187,7 @@ def from_an_int(x: remap.Slice, y: remap.Slice, out: remap.DisjointSlice) -> Non
     i = remap.index_1d()
     n = int(i)
     while n < 10:
-        n = n + 0.5
+        n = n + 0.5  # type: ignore[assignment]
     out[i] = n
 
 

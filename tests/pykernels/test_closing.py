@@ -38,8 +38,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", ["plain", "mapped", "box"])
 def test_a_with_block_gives_back_and_tells(name: str) -> None:
     """What a kernel did wrongly is raised where the block ends, and nothing of the block stays open."""
+    x, out = MAKERS[name](), MAKERS[name]()
     with pytest.raises(KernelError, match="nothing lies there"):  # noqa: SIM117
-        with MAKERS[name]() as x, MAKERS[name]() as out:
+        with x, out:
             beyond.launch(x, out, grid=1, block=N)
             if name == "box":
                 remap.device().synchronize()

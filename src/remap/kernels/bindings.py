@@ -2,8 +2,9 @@
 
 It is the same one where Python's could be either of two when it is read: a name that a loop or a branch binds, and
 that had a value before or has one after, is one variable for as long as that lasts, and it is *pinned*. Such a variable
-has one type. A number of the source may begin it (`total = 0`) if that type holds it exactly; what came before the loop
-or the branch keeps the type that it had. Anything else is refused, since no one type would be right for both.
+has one type. A number of the source may stand for it (`total = 0`) if that type holds it exactly, and has that type
+then; what came before the loop or the branch keeps the type that it had. Anything else is refused, since no one type
+would be right for both.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from remap.kernels.scope import Shared
 
 
 class Bound(NamedTuple):
-    """A value that a variable was given: its line, its type, and the number of the source that it is, if it is one."""
+    """A value that a variable was given: line, type, and the numbers of the source that it can be, none for others."""
 
     line: int
     kind: Type
-    literal: Any
+    literals: tuple[Any, ...]
 
 
 class Bindings(Calls):
@@ -56,7 +57,8 @@ class Bindings(Calls):
         if name in self.aliases:
             raise self.error(node, name, "the name stands for an array or an element already")
         self.counts[name] = count = self.counts.get(name, 0) + 1
-        bound = Bound(line, value.type, self.literal(value))
+        literal = self.literal(value)
+        bound = Bound(line, value.type, () if literal is None else (literal,))
         if name in self.pinned:
             variable = self.joined(node, name, bound)
             self.bound.setdefault(variable, []).append(bound)
@@ -103,16 +105,22 @@ class Bindings(Calls):
             if name not in self.current or self.assigned is None or name not in self.assigned:
                 self.current[name] = own
             elif own in self.moved:
-                last = self.last[self.current[name]]
-                kind = self.types[self.current[name]]
-                value: ir.Expr = ir.Var(kind, last.line, self.current[name])
-                if last.literal is not None:
-                    value = ir.Const(kind, last.line, last.literal)
-                self.current[name] = own
-                self.bound[own] = [last]
+                variable = self.current[name]
+                value = ir.Var(self.types[variable], node.lineno, variable)
                 self.out.append(ir.Assign(node.lineno, own, self.cast(value, self.types[own])))
-                self.last[own] = last
+                self.bound[own] = [self.last[variable]]
+                self.current[name] = own
+        starts = {name: self.last.get(self.current[name]) for name in self.pinned}
         yield
+        for name in self.pinned.keys() - outer.keys():  # any of the values that it was given may be there now
+            variable, start = self.current[name], starts[name]
+            values = [*([] if start is None else [start]), *self.bound.get(variable, ())]
+            every = {repr(one): one for value in values for one in value.literals}
+            sure = all(value.literals for value in values)
+            if variable in self.last:
+                self.last[variable] = self.last[variable]._replace(
+                    literals=tuple(every.values()) if sure else ()
+                )
         kept = {name: self.current[name] for name in self.pinned}
         self.current, self.pinned = {**before, **kept}, outer
 
@@ -132,12 +140,25 @@ class Bindings(Calls):
             case _:
                 return None
 
+    def narrowed(self) -> bool:
+        """Give variables that were widened for what they are no longer given their type; tell whether any were."""
+        found = False
+        for variable, values in self.bound.items():
+            kind = values[0].kind
+            for one in values:
+                if one.kind != kind and isinstance(kind, Scalar) and isinstance(one.kind, Scalar):
+                    kind = promote(kind, one.kind)
+            found = found or self.types[variable] != kind
+            self.types[variable] = kind
+        return found
+
     def check_bindings(self) -> None:
         """Raise `CompileError` for a variable that no one type is right for."""
         for variable, values in self.bound.items():
             kind = self.types[variable]
             for one in values:
-                if one.kind != kind and not (one.literal is not None and _exact(one.literal, kind)):
+                exact = one.literals and all(_exact(literal, kind) for literal in one.literals)
+                if one.kind != kind and not exact:
                     raise self._changed(variable, one, kind, values)
 
     def _changed(self, variable: str, one: Bound, kind: Type, values: list[Bound]) -> CompileError:
@@ -146,9 +167,10 @@ class Bindings(Calls):
         other = other or next(found for found in values if found.kind != one.kind)
         first, second = sorted((one, other), key=lambda found: found.line)
         what = f"variable {name}"
-        if one.literal is not None:
-            rule = f"{one.literal} in line {one.line} is no {kind} exactly, which the variable is in line {other.line}"
-            return self.error(one.line, what, rule, f"Convert it: numpy.{_dtype(kind)}({one.literal})")
+        if one.literals:
+            literal = next(value for value in one.literals if not _exact(value, kind))
+            rule = f"{literal} in line {one.line} is no {kind} exactly, which the variable is in line {other.line}"
+            return self.error(one.line, what, rule, f"Convert it: numpy.{_dtype(kind)}({literal})")
         rule = (
             f"it is a {first.kind} in line {first.line} and a {second.kind} in line {second.line}, and a variable "
             "that a loop or a branch assigns to has one type"
@@ -168,9 +190,12 @@ def _dtype(kind: Type) -> str:
 
 
 def _exact(literal: Any, kind: Type) -> bool:
-    """Tell whether a type holds a number of the source as it is; integers are checked where they are converted."""
-    if not isinstance(kind, Scalar) or kind.dtype.kind != "f":
-        return True
+    """Tell whether a type holds a number of the source as it is."""
+    if not isinstance(kind, Scalar) or kind.dtype.kind == "b":
+        return isinstance(literal, bool)
+    if kind.dtype.kind in "iu":
+        limits = np.iinfo(kind.dtype)
+        return isinstance(literal, int) and int(limits.min) <= literal <= int(limits.max)
     with np.errstate(all="ignore"):
         held = kind.dtype.type(literal)
     if isinstance(literal, float):

@@ -40,7 +40,7 @@ class Statements(Assignments):
                         )
                     self.assign(self.source.tree, name, ir.Var(kind, self.source.line, f"p_{name}"))
             self.block(self.source.tree.body)
-            if before == self.types and result == self.result:
+            if before == self.types and result == self.result and not self.narrowed():
                 self.check_bindings()
                 return self.out
         raise self.error(self.source.tree, self.source.name, "the types of its variables do not settle")
