@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Self, TypeAlias
 
-from remap.errors import ContextLostError, InUseError, context_lost
+from remap.errors import ContextLostError, InUseError, KernelError, context_lost
 
 Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """One driver call of a release: a bound method and its arguments."""
@@ -31,17 +31,28 @@ class Release:
         """Wait, then take every step; raise the first error, the others as notes.
 
         A wait that fails, and a refusal (`InUseError`), have changed nothing and end the release there; `begun` then
-        tells whether anything was given back before. After any other failure the remaining steps are still taken; after
-        an interrupt (Ctrl-C) they are queued. A lost context has given everything back itself, so its errors are passed
-        over, but for the wait that was the first to see it (invariant 15).
+        tells whether anything was given back before. What a kernel did wrongly (`KernelError`) is told by a wait whose
+        work has ended: everything is given back all the same, and then it is raised. After any other failure the
+        remaining steps are still taken; after an interrupt (Ctrl-C) they are queued. A lost context has given
+        everything back itself, so its errors are passed over, but for the wait that was the first to see it
+        (invariant 15).
         """
         first: Exception | None = None
         if self.wait is not None:
             known = context_lost()
-            try:
-                self.wait()
-            except ContextLostError as error:
-                first = None if known else error
+            waiting = True
+            while waiting:  # each wait tells of one kernel at most
+                try:
+                    self.wait()
+                    waiting = False
+                except ContextLostError as error:
+                    first, waiting = first if known else first or error, False
+                except KernelError as error:
+                    first = _joined(first, error)
+                except BaseException as error:
+                    if first is not None:
+                        error.add_note(f"and before: {first}")
+                    raise
         at = 0
         try:
             for call, arguments in self.steps:
@@ -55,9 +66,7 @@ class Release:
                     self.begun = before
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever it is, what follows has to go, too
-                    if first is not None:
-                        first.add_note(f"and then: {error}")
-                    first = first or error
+                    first = _joined(first, error)
                 at += 1
         except BaseException as error:
             if self.begun and not isinstance(error, Exception):
@@ -69,6 +78,14 @@ class Release:
             raise
         if first is not None:
             raise first
+
+
+def _joined(first: Exception | None, error: Exception) -> Exception:
+    """Return the first error, with a later one as a note."""
+    if first is None:
+        return error
+    first.add_note(f"and then: {error}")
+    return first
 
 
 queued: deque[Release] = deque()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import linecache
 import math
 import shutil
-import subprocess
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,29 +200,6 @@ def test_random_expressions_have_numpys_bits(expressions: list[Term], seed: int)
                 assert same, f"{one.kernel}\n{used}\n{expected!r} {result[k]!r}"
 
 
-SHIM = """
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#define __device__
-#define __global__
-#define __shared__
-#define __align__(n)
-struct three { unsigned int x, y, z; };
-static three threadIdx, blockIdx, blockDim, gridDim;
-static void __trap() { std::abort(); }
-static float __int_as_float(int a) { float b; std::memcpy(&b, &a, 4); return b; }
-static double __longlong_as_double(long long a) { double b; std::memcpy(&b, &a, 8); return b; }
-template <class T> static T atomicAdd(T *, T);
-template <class T> static T atomicMin(T *, T);
-template <class T> static T atomicMax(T *, T);
-template <class T> static T atomicExch(T *, T);
-template <class T> static T atomicCAS(T *, T, T);
-extern "C" void be_thread(unsigned int x) { threadIdx = {x, 0, 0}; blockDim = {64, 1, 1}; gridDim = {1, 1, 1}; }
-"""
-"""What stands for a GPU's compiler and threads, so that an ordinary compiler can run what a kernel becomes."""
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 @settings(
     max_examples=4,
@@ -233,26 +207,12 @@ extern "C" void be_thread(unsigned int x) { threadIdx = {x, 0, 0}; blockDim = {6
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(expressions=st.lists(terms(), min_size=20, max_size=20), seed=st.integers(0, 1000))
-def test_the_generated_cpp_has_the_same_bits(tmp_path: Path, expressions: list[Term], seed: int) -> None:
+def test_the_generated_cpp_has_the_same_bits(in_cpp: Any, expressions: list[Term], seed: int) -> None:
     """The CUDA C++ of random expressions, run by an ordinary compiler, gives the bits of the host driver's lanes."""
     kernel = made([one.kernel for one in expressions], "random_kernel")
     inputs = [numbers(dtype, seed + k) for k, dtype in enumerate(TYPES)]
     outs = [np.zeros(COUNT, one.dtype) for one in expressions]
-    register = 'asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(size));'
-    text = SHIM + kernel.source(*inputs, *outs).replace(register, "size = 0;")
-    source, library = tmp_path / "kernel.cpp", tmp_path / f"kernel{seed}{abs(hash(text))}.so"
-    source.write_text(text)
-    options = ["-O1", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
-    command = ["g++", *options, str(source), "-o", str(library)]
-    compiled = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert not compiled.returncode, compiled.stderr
-    loaded = ctypes.CDLL(str(library))
-    arguments: list[Any] = []
-    for array in (*inputs, *outs):
-        arguments += [ctypes.c_void_p(array.ctypes.data), ctypes.c_longlong(COUNT)]
-    for thread in range(COUNT):
-        loaded.be_thread(thread)
-        loaded.remap_random_kernel(*arguments)
+    in_cpp(kernel, *inputs, *outs, threads=COUNT)
     lanes = on_host(kernel, inputs, expressions)
     for one, a, b in zip(expressions, outs, lanes, strict=True):
         same = (a.view(f"u{a.itemsize}") == b.view(f"u{b.itemsize}")) | (np.isnan(a) & np.isnan(b))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,11 @@ WRONG = {
 }
 
 
+def remap_cuh() -> str:
+    """Return the header's text."""
+    return (Path(remap.kernels.__file__).parent / "cuda" / "remap.cuh").read_text()
+
+
 def compile_text(text: str) -> remap.Image:
     """Compile for one architecture, with no GPU."""
     return compile_source(text, arch="sm_90")
@@ -90,3 +98,40 @@ def test_arrays_are_passed_as_slices(place: Any) -> None:
 
         kernel.launch(x, out, grid=1, block=128)
         assert np.array_equal(out.to_host(), values * 2)
+
+
+ROWS = (
+    """
+#define __device__
+#define __global__
+struct three { unsigned int x, y, z; };
+static three threadIdx, blockIdx, blockDim = {1, 8, 1}, gridDim = {1, 1, 1};
+static void __trap() { __builtin_abort(); }
+"""
+    + remap_cuh()
+    + """
+#include <cstdio>
+int main()
+{
+    float memory[4] = {};
+    struct { float *address; long long length; } raw = {memory, 4};
+    auto &out = reinterpret_cast<remap::disjoint_slice<float, remap::width_space> &>(raw);
+    const long long widths[] = {2, 1LL << 36, (1LL << 36) + 1, 1LL << 62};
+    for (long long width : widths)
+        for (threadIdx.y = 0; threadIdx.y < 8; ++threadIdx.y) {
+            float *mine = out.get(remap::thread_index::grid(width));
+            std::printf("%d ", mine ? int(mine - memory) : -1);
+        }
+}
+"""
+)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_a_width_that_no_number_holds_gives_no_element(tmp_path: Path) -> None:
+    """Row × width + column never wraps: with such a width no thread has an element, so that no two have the same."""
+    source, program = tmp_path / "rows.cpp", tmp_path / "rows"
+    source.write_text(ROWS)
+    subprocess.run(["g++", "-std=c++17", "-w", str(source), "-o", str(program)], check=True, timeout=100)
+    told = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=100).stdout
+    assert told.split() == ["0", "2"] + ["-1"] * 6 + ["0"] + ["-1"] * 7 + ["-1"] * 16

@@ -204,6 +204,39 @@ def test_an_array_of_another_width_is_refused(place: Any, name: str) -> None:
         place.launch(kernel, *arguments, **TWO)
 
 
+@remap.kernel
+def add_one(out: remap.DisjointSlice, width: int) -> None:
+    i = remap.index_2d(width)
+    out[i] += 1.0
+
+
+@pytest.mark.parametrize("width", [2**62, 2**61 + 1, 2**36 + 1])
+def test_a_width_that_no_number_holds_is_refused(place: Any, width: int) -> None:
+    """Row × width + column would wrap, and two rows would own one element of a flat array: nothing is launched."""
+    out = place(4, "float32")
+    with pytest.raises(LaunchError, match=r"at most 2\*\*36 wide"):
+        place.launch(add_one, out, width, grid=1, block=(1, 8))
+    assert not out.to_host().any()
+    place.launch(add_one, out, 2**36, grid=1, block=(1, 8))
+    assert out.to_host().tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("width", "step"), [(2**62, 0), (2**36 + 1, 0), (2**36, 2**36)])
+def test_with_a_width_that_no_number_holds_no_thread_has_an_element(
+    on_both: Any, width: int, step: int
+) -> None:
+    """Where nothing is written with such an index the launch goes on, and every thread reads zero."""
+
+    @remap.kernel
+    def numbers(x: remap.Slice, out: remap.DisjointSlice, width: int) -> None:
+        i = remap.index_2d(width)
+        remap.unchecked(out)[remap.thread.y] = int(i) + int(x[i])
+
+    _, found = on_both(numbers, np.array([7, 7, 7]), np.zeros(8, np.int64), width, threads=(1, 8))
+    expected = [step * row + 7 * (row == 0) for row in range(8)] if step else [-1] * 8
+    assert found.tolist() == expected
+
+
 @pytest.mark.parametrize(
     "shape", [{"grid": (2, 2), "block": 8}, {"grid": 2, "block": (8, 2)}, {"grid": 1, "block": (8, 1, 2)}]
 )

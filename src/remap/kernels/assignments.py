@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from remap.kernels import ir
-from remap.kernels.calls import Calls
+from remap.kernels.bindings import Bindings
+from remap.kernels.effects import checks
 from remap.kernels.expressions import BINARY, element_type
 from remap.kernels.index import INTRINSICS
-from remap.kernels.ir import Array, Record, Scalar, Type, Witness, promote, value_type
+from remap.kernels.ir import BOOL, Array, Record, Type, Witness, value_type
 from remap.kernels.reading import Source
 from remap.kernels.scope import ElementOf, Shared
 
 _SHARED_LIMIT = 48 * 1024  # bytes of static shared memory (CUDA programming guide, technical specifications)
 
 
-class Assignments(Calls):
+class Assignments(Bindings):
     """Types assignments."""
 
     def __init__(self, source: Source, shared: Shared, parameters: dict[str, Type]) -> None:
@@ -122,8 +124,10 @@ class Assignments(Calls):
                 step if isinstance(value, ast.Call) else "",
             )
         # Fresh copies, since a name on the left may be read on the right.
-        values = [self.value(one) for one in value.elts]
-        held = [self.temporary(one.type, node.lineno, one) for one in values]
+        values = self.in_order(*(partial(self.value, one) for one in value.elts))
+        held = [
+            self.temporary(one.type, node.lineno, one) if self.literal(one) is None else one for one in values
+        ]
         for name, one in zip(names, held, strict=True):
             self.put(node, name, one)
 
@@ -146,25 +150,6 @@ class Assignments(Calls):
             case _:
                 raise self.error(node, ast.unparse(target), "a kernel cannot assign to this")
 
-    def assign(self, node: ast.AST, name: str, value: ir.Expr) -> None:
-        """Type an assignment to a variable; its type becomes one that holds all that is ever assigned to it."""
-        line = getattr(node, "lineno", 0)
-        if name in self.aliases:
-            raise self.error(node, name, "the name stands for an array or an element already")
-        known = self.types.get(name)
-        if known is None or known == value.type:
-            kind: Type = value.type
-        elif isinstance(known, Scalar) and isinstance(value.type, Scalar):
-            kind = promote(known, value.type)
-        else:
-            raise self.error(
-                node, f"variable {name}", f"it is a {known} before, and would become a {value.type}"
-            )
-        self.types[name] = kind
-        if self.assigned is not None:
-            self.assigned.add(name)
-        self.out.append(ir.Assign(line, f"v_{name}", self.cast(value, kind)))
-
     def store(self, node: ast.AST, target: ast.Subscript, value: ir.Expr, field: str = "") -> None:
         """Type an assignment to an element."""
         array = self.array(target.value)
@@ -173,7 +158,8 @@ class Assignments(Calls):
             raise self.error(
                 node, ast.unparse(target), "a Slice is read only", "Annotate it as remap.DisjointSlice"
             )
-        self.store_at(node, array, self.indices(target, array, "write"), value, field)
+        value, indices = self.in_order(lambda: value, partial(self.indices, target, array, "write"))
+        self.store_at(node, array, indices, value, field)
 
     def store_at(
         self, node: ast.AST, array: ir.Var, indices: tuple[ir.Expr, ...], value: ir.Expr, field: str = ""
@@ -193,7 +179,14 @@ class Assignments(Calls):
                     node, ast.unparse(node), f"the element is a {to}, and the value a {value.type}"
                 )
             value = self.cast(value, to)
-        self.out.append(ir.Store(getattr(node, "lineno", 0), array, indices, value, field))
+        line = getattr(node, "lineno", 0)
+        store = ir.Store(line, array, indices, value, field)
+        if checks(value) and isinstance(
+            indices[0].type, Witness
+        ):  # a thread without an element works nothing out
+            self.out.append(ir.If(line, ir.Has(BOOL, line, array, indices[0]), [store], []))
+        else:
+            self.out.append(store)
 
     def augmented(self, node: ast.AugAssign, target: ast.expr, op: ast.operator, value: ast.expr) -> None:
         """Type `x += v`."""
@@ -226,7 +219,8 @@ class Assignments(Calls):
         name = BINARY.get(type(op))
         if name is None:
             raise self.refuse(node)
-        new = self.operate(node, name, self.as_number(old, node.target), self.number(value))
+        before = self.as_number(old, node.target)
+        new = self.operate(node, name, *self.in_order(lambda: before, partial(self.number, value)))
         return self.cast(new, old.type)
 
     def declare(self, node: ast.Assign, name: str, kind: str, call: ast.Call) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from remap.errors import KernelError
+from remap.kernels.ir import WIDEST
 from remap.kernels.lanes import Own, Run, Selection, pick
 from remap.kernels.shadows import BlockShadow, GridShadow, Who
 from remap.types import Dim3
@@ -107,7 +108,8 @@ class Batch:
             return Own(space, number, in_block % 32 == 0)
         row = self.builtin("block", 1) * self.block[1] + self.builtin("thread", 1)
         col = self.builtin("block", 0) * self.block[0] + self.builtin("thread", 0)
-        owns = np.broadcast_to(col < stride, self.count)
+        # A width that row × width does not fit with would give one element to two threads.
+        owns = np.broadcast_to((col < stride) & (stride <= WIDEST), self.count)
         return Own(
             space,
             np.where(owns, row * stride + col, -1),

@@ -48,6 +48,7 @@ _CLOSE: dict[Any, str] = {
 }
 """Functions that differ in the last bits from one library to another."""
 
+_KEPT = ("abs", "floor", "ceil", "trunc")  # give an integer for one, exactly
 _WHOLE = (math.floor, math.ceil, math.trunc)  # Python's give an int
 
 
@@ -119,7 +120,7 @@ class Calls(Elements):
             raise self.error(
                 node, ast.unparse(node), f"{path} takes {count} argument{'s' * (count != 1)} here"
             )
-        return [self.number(one) for one in node.args]
+        return self.numbers(node.args)
 
     def convert(self, value: ir.Expr, to: Scalar) -> ir.Expr:
         """Return a number converted because the source says so: a number that does not fit is cut as NumPy does."""
@@ -132,10 +133,16 @@ class Calls(Elements):
         (value,) = self.counted(node, path, 1)
         assert isinstance(value.type, Scalar)
         kind = value.type
-        if name == "abs" and kind.dtype.kind in "iu" and target is not math.fabs:
-            return ir.Op(kind, node.lineno, "abs", (value,)) if kind.dtype.kind == "i" else value
+        of_numpy = isinstance(target, np.ufunc)  # which gives no Python number
+        if of_numpy:
+            kind = Scalar(kind.dtype)
+        if kind.dtype.kind in "biu" and name in _KEPT and target not in (math.fabs, np.fabs):
+            whole = self.cast(value, kind)
+            if name == "abs" and kind.dtype.kind == "i":
+                return ir.Op(kind, node.lineno, "abs", (whole,))
+            return self.cast(whole, INT) if target in _WHOLE else whole
         if kind.dtype.kind != "f":
-            kind = FLOAT if kind.weak else Scalar(np.dtype(np.float64))
+            kind = Scalar(np.dtype(np.float64)) if of_numpy else FLOAT
         found = ir.Op(kind, node.lineno, name, (self.cast(value, kind),))
         if name == "isnan":
             found.type = BOOL
@@ -145,15 +152,15 @@ class Calls(Elements):
         """Return `min` or `max` as Python has them: the first, unless a later one is smaller (or larger)."""
         if len(node.args) < 2 or node.keywords:
             raise self.error(node, ast.unparse(node), f"{path} takes two numbers or more here")
-        values = [self.number(one) for one in node.args]
+        values = self.numbers(node.args)
         kind = values[0].type
         for one in values[1:]:
             assert isinstance(kind, Scalar)
             assert isinstance(one.type, Scalar)
             kind = promote(kind, one.type) if kind != one.type else kind
-        found = self.cast(values[0], kind)
+        found = self.meet(values[0], kind)
         for one in values[1:]:
-            found = ir.Op(kind, node.lineno, path.rsplit(".", maxsplit=1)[-1], (found, self.cast(one, kind)))
+            found = ir.Op(kind, node.lineno, path.rsplit(".", maxsplit=1)[-1], (found, self.meet(one, kind)))
         return found
 
     # -- what only kernels have --
@@ -178,26 +185,26 @@ class Calls(Elements):
         if node.keywords or not 1 <= len(nodes) <= 1 + kind.ndim:
             rule = "get takes the index and, if there is to be one, a default"
             raise self.error(node, what, rule, f"Write {self.get_form(array)}")
-        default: ir.Expr | None = None
         to = element_type(array)
         _, first = self.inside(partial(self.value, nodes[0]))  # for its type: it is worked out below
         own = isinstance(first.type, ir.Witness)
         count = 1 if own or kind.kind == "disjoint" else kind.ndim
+        makes: list[Callable[[], Any]] = [partial(self.checked_indices, node, array, nodes[:count], "read")]
         if len(nodes) > count:
             if isinstance(to, Record):
                 raise self.error(node, what, "a structure has no default")
-            default = self.cast(self.number(nodes[-1]), to)
+            makes.append(lambda: self.cast(self.number(nodes[-1]), to))
         elif isinstance(to, Scalar):
-            default = ir.Const(to, node.lineno, to.dtype.type(0).item())
+            makes.append(lambda: ir.Const(to, node.lineno, to.dtype.type(0).item()))
         try:
-            indices = self.checked_indices(node, array, nodes[:count], "read")
+            indices, *default = self.in_order(*makes)
         except CompileError as error:
             if (
                 kind.ndim > 1 and not own and len(nodes) <= kind.ndim
             ):  # a default may have been taken for an index
                 error.next_step = f"Write {self.get_form(array)}"
             raise
-        return ir.Load(to, node.lineno, array, indices, default)
+        return ir.Load(to, node.lineno, array, indices, *default)
 
     def get_form(self, array: ir.Var) -> str:
         """Return how `get` is called for an array."""
@@ -312,8 +319,12 @@ class Calls(Elements):
         if kind.kind == "disjoint":
             self.shared.unchecked.add(array.name)
             array = ir.Var(Array("unchecked", dtype, kind.ndim), array.line, array.name)
-        indices = self.checked_indices(node, array, list(nodes), "change")
-        operands = tuple(self.cast(self.number(one), Scalar(dtype)) for one in node.args[2:])
+        indices, values = self.in_order(
+            partial(self.checked_indices, node, array, list(nodes), "change"),
+            lambda: tuple(self.numbers(node.args[2:])),
+        )
+        to = self.cast if name in ("exchange", "cas") else self.meet
+        operands = tuple(to(one, Scalar(dtype)) for one in values)
         return self.temporary(
             Scalar(dtype), node.lineno, ir.Atomic(Scalar(dtype), node.lineno, name, array, indices, operands)
         )
@@ -326,8 +337,8 @@ class Calls(Elements):
         if any(isinstance(one, ast.Starred) for one in node.args) or len(node.args) != len(source.parameters):
             raise self.error(node, ast.unparse(node), f"{path} takes {len(source.parameters)} arguments")
         arguments: list[ir.Expr] = []
-        for one in node.args:
-            found = self.expression(one)
+        given = self.in_order(*(partial(self.expression, one) for one in node.args))
+        for one, found in zip(node.args, given, strict=True):
             if isinstance(found, ElementOf) or isinstance(found.type, ir.Witness):
                 rule = "the thread's index and its element stay in the kernel"
                 raise self.error(one, ast.unparse(node), rule, "Pass int(i), or the value of the element")

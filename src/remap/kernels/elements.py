@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Elements(Expressions):
         if any(isinstance(one, ast.Slice) for one in nodes):
             rule = "an element is read or written at a time, and no part of an array"
             raise self.error(node, what, rule, "Loop over its elements by their index")
-        found = [self.value(one) for one in nodes]
+        found = self.in_order(*(partial(self.value, one) for one in nodes))
         if len(found) == 1 and isinstance(found[0].type, Witness) and kind.kind in ("slice", "disjoint"):
             if kind.kind == "disjoint":
                 self.enter_space(node, array, found[0].type.space)

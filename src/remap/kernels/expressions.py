@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from remap.kernels import ir
+from remap.kernels.effects import acts, harmless
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Element, Scalar, Type, Witness, promote, value_type
 from remap.kernels.scope import ElementOf, Scope
 
@@ -62,12 +65,39 @@ class Expressions(Scope):
 
     def truth(self, node: ast.expr) -> ir.Expr:
         """Return an expression as a condition."""
+        if isinstance(node, ast.BoolOp):
+            return self.logic(node, isinstance(node.op, ast.And))
+        return self.cast(self.operand(node), BOOL)
+
+    def operand(self, node: ast.expr) -> ir.Expr:
+        """Return an expression that is asked whether it is true, as a number."""
         found = self.expression(node)
         if isinstance(found, ElementOf):
             return ir.Has(BOOL, node.lineno, found.array, found.index)
         if isinstance(found.type, Array):
             raise self.error(node, ast.unparse(node), "an array is neither true nor false")
-        return self.cast(self.as_number(found, node), BOOL)
+        return self.as_number(found, node)
+
+    def in_order(self, *makes: Callable[[], Any]) -> list[Any]:
+        """Return what is made one after the other, as Python does: read before it if a later call may change it."""
+        found: list[Any] = []
+        for make in makes:
+            body, one = self.inside(make)
+            if acts(body):
+                found = [self.steady(before) for before in found]
+            self.out += body
+            found.append(one)
+        return found
+
+    def steady(self, value: Any) -> Any:
+        """Return a value, or several, that no later statement changes."""
+        if ir.is_numpy(value, tuple):
+            return tuple(self.steady(one) for one in value)
+        return value if not isinstance(value, ir.Expr) or harmless(value) else self.hold(value, value.line)
+
+    def numbers(self, nodes: Iterable[ast.expr]) -> list[ir.Expr]:
+        """Return expressions as numbers."""
+        return self.in_order(*(partial(self.number, one) for one in nodes))
 
     def expression(self, node: ast.expr) -> ir.Expr | ElementOf:
         """Return an expression, typed."""
@@ -87,7 +117,7 @@ class Expressions(Scope):
             case ast.Compare():
                 return self.compare(node)
             case ast.BoolOp(op=op, values=values):
-                return self.logic(node, isinstance(op, ast.And), values)
+                return self.either(node, isinstance(op, ast.And), values)
             case ast.IfExp():
                 return self.choice(node)
             case ast.Subscript():
@@ -159,6 +189,14 @@ class Expressions(Scope):
             return ir.Const(to, value.line, to.dtype.type(value.value).item())
         return ir.Cast(to, value.line, value)
 
+    def meet(self, value: ir.Expr, to: Type) -> ir.Expr:
+        """Return a value in the type of what it meets, which a Python number has to fit into."""
+        found = self.cast(value, to)
+        assert isinstance(to, Scalar)
+        if isinstance(found, ir.Cast) and value.type == INT and to.dtype.kind in "iu":
+            found.checked = to.dtype != np.int64
+        return found
+
     def check_fits(self, value: ir.Const, to: Scalar) -> None:
         """Raise where a number of the source does not fit into the integer type that it takes."""
         if to.dtype.kind in "iu" and isinstance(value.value, int):
@@ -172,8 +210,11 @@ class Expressions(Scope):
     def binary(self, node: ast.expr, left: ast.expr, op: ast.operator, right: ast.expr) -> ir.Expr:
         """Return a binary operation."""
         if isinstance(op, ast.Pow):
-            if isinstance(right, ast.Constant) and right.value == 2:
+            if isinstance(right, ast.Constant) and isinstance(right.value, (int, float)) and right.value == 2:
                 base = self.hold(self.number(left), node.lineno)
+                if isinstance(right.value, float):
+                    assert isinstance(base.type, Scalar)
+                    base = self.hold(self.cast(base, promote(base.type, FLOAT)), node.lineno)
                 return self.operate(node, "*", base, base)
             raise self.error(
                 node, ast.unparse(node), "a kernel has ** 2 and no other power", "Multiply, or use math.sqrt"
@@ -181,7 +222,7 @@ class Expressions(Scope):
         name = BINARY.get(type(op))
         if name is None:
             raise self.refuse(node)
-        return self.operate(node, name, self.number(left), self.number(right))
+        return self.operate(node, name, *self.numbers((left, right)))
 
     def operate(self, node: ast.AST, name: str, a: ir.Expr, b: ir.Expr) -> ir.Expr:
         """Return an operation on two numbers, converted to the type that NumPy would work in."""
@@ -208,7 +249,7 @@ class Expressions(Scope):
             value = {"+": a.value + b.value, "-": a.value - b.value, "*": a.value * b.value}[name]
             if -(1 << 63) <= value < 1 << 63:
                 return ir.Const(INT, a.line, value)
-        return ir.Op(kind, getattr(node, "lineno", a.line), name, (self.cast(a, kind), self.cast(b, kind)))
+        return ir.Op(kind, getattr(node, "lineno", a.line), name, (self.meet(a, kind), self.meet(b, kind)))
 
     def whole(self, node: ast.expr, value: int) -> ir.Expr:
         """Return a whole number that stands in the source."""
@@ -239,17 +280,26 @@ class Expressions(Scope):
         return ir.Op(value.type, node.lineno, "~", (value,))
 
     def compare(self, node: ast.Compare) -> ir.Expr:
-        """Return a comparison, chained ones included."""
-        terms = [self.number(one) for one in (node.left, *node.comparators)]
-        if len(terms) > 2:
-            terms = [terms[0], *(self.hold(one, node.lineno) for one in terms[1:-1]), terms[-1]]
+        """Return a comparison; of chained ones, the next is worked out only if those before it hold."""
+        names = [_COMPARE.get(type(op)) for op in node.ops]
+        left, right = self.numbers((node.left, node.comparators[0]))
         found: ir.Expr | None = None
-        for op, a, b in zip(node.ops, terms, terms[1:], strict=False):
-            name = _COMPARE.get(type(op))
+        behind = False
+        for number, name in enumerate(names):
             if name is None:
                 raise self.refuse(node)
-            one = self.compared(node, name, a, b)
-            found = one if found is None else ir.Op(BOOL, node.lineno, "and", (found, one))
+            body: ir.Block = []
+            if number:
+                left = right
+                body, right = self.inside(partial(self.number, node.comparators[number]))
+            if number + 1 < len(names) and not harmless(right):
+                out, self.out = self.out, body if number else self.out
+                right = self.hold(right, node.lineno)
+                self.out = out
+            one = self.compared(node, name, left, right)
+            # What was worked out behind a comparison is not there where that one fails.
+            behind = behind or bool(body)
+            found = one if found is None else self.decided(node, True, found, body, one, behind)
         assert found is not None
         return found
 
@@ -269,31 +319,67 @@ class Expressions(Scope):
             wide = [BOOL, BOOL]
         return ir.Op(BOOL, line, name, (self.cast(a, wide[0]), self.cast(b, wide[1])))
 
-    def logic(self, node: ast.expr, is_and: bool, values: list[ast.expr]) -> ir.Expr:
-        """Return `and` or `or`; what is on the right runs only where it decides."""
-        found = self.truth(values[0])
-        for one in values[1:]:
-            inner = self.inside(partial(self.truth, one))
-            body, right = inner
-            if not body and harmless(right):
-                found = ir.Op(BOOL, node.lineno, "and" if is_and else "or", (found, right))
-                continue
-            result = self.temporary(BOOL, node.lineno, found)
-            body.append(ir.Assign(node.lineno, result.name, right))
-            test: ir.Expr = result if is_and else ir.Op(BOOL, node.lineno, "not", (result,))
-            self.out.append(ir.If(node.lineno, test, body, []))
-            found = result
+    def logic(self, node: ast.BoolOp, is_and: bool) -> ir.Expr:
+        """Return `and` or `or` as a condition; what is on the right runs only where it decides."""
+        found = self.truth(node.values[0])
+        for one in node.values[1:]:
+            found = self.decided(node, is_and, found, *self.inside(partial(self.truth, one)))
         return found
+
+    def decided(
+        self,
+        node: ast.expr,
+        is_and: bool,
+        found: ir.Expr,
+        body: ir.Block,
+        right: ir.Expr,
+        behind: bool = False,
+    ) -> ir.Expr:
+        """Return whether both, or one of two, holds; `body` and what is on the right run only where that decides.
+
+        `behind` is for what cannot be worked out elsewhere, although it is harmless.
+        """
+        if not body and not behind and harmless(right):
+            return ir.Op(BOOL, node.lineno, "and" if is_and else "or", (found, right))
+        result = self.temporary(BOOL, node.lineno, found)
+        body.append(ir.Assign(node.lineno, result.name, right))
+        test: ir.Expr = result if is_and else ir.Op(BOOL, node.lineno, "not", (result,))
+        self.out.append(ir.If(node.lineno, test, body, []))
+        return result
+
+    def either(self, node: ast.expr, is_and: bool, values: list[ast.expr]) -> ir.Expr:
+        """Return `and` or `or` as a value: the operand that decides, as in Python."""
+        one = self.operand(values[0])
+        if len(values) == 1:
+            return one
+        body, other = self.inside(partial(self.either, node, is_and, values[1:]))
+        if one.type == BOOL and other.type == BOOL:
+            return self.decided(node, is_and, one, body, other)
+        one = self.hold(one, node.lineno)
+        test = self.cast(one, BOOL)
+        if is_and:
+            return self.chosen(node, test, (body, other), ([], one))
+        return self.chosen(node, test, ([], one), (body, other))
 
     def choice(self, node: ast.IfExp) -> ir.Expr:
         """Return a conditional expression; only the chosen side runs."""
         test = self.truth(node.test)
-        body, one = self.inside(lambda: self.number(node.body))
-        orelse, other = self.inside(lambda: self.number(node.orelse))
+        one, other = (self.inside(partial(self.number, side)) for side in (node.body, node.orelse))
+        return self.chosen(node, test, one, other)
+
+    def chosen(
+        self,
+        node: ast.expr,
+        test: ir.Expr,
+        yes: tuple[ir.Block, ir.Expr],
+        no: tuple[ir.Block, ir.Expr],
+    ) -> ir.Expr:
+        """Return one of two values, each with the statements that it needs before it."""
+        (body, one), (orelse, other) = yes, no
         assert isinstance(one.type, Scalar)
         assert isinstance(other.type, Scalar)
         kind = one.type if one.type == other.type else promote(one.type, other.type)
-        one, other = self.cast(one, kind), self.cast(other, kind)
+        one, other = self.meet(one, kind), self.meet(other, kind)
         if not body and not orelse and harmless(one) and harmless(other):
             return ir.Op(kind, node.lineno, "select", (test, one, other))
         result = self.temporary(kind, node.lineno, None)
@@ -324,16 +410,3 @@ def element_type(array: ir.Var) -> Type:
     """Return the type of an array's elements."""
     assert isinstance(array.type, (Array, Element))
     return value_type(array.type.dtype)
-
-
-def harmless(value: ir.Expr) -> bool:
-    """Tell whether an expression can be worked out where it is not wanted: it touches no memory and cannot fail."""
-    match value:
-        case ir.Load() | ir.Call() | ir.Atomic():
-            return False
-        case ir.Cast(value=inner) | ir.Member(value=inner):
-            return harmless(inner)
-        case ir.Op(operands=operands):
-            return all(harmless(one) for one in operands)
-        case _:
-            return True

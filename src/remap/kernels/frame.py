@@ -45,6 +45,27 @@ class Frame:
         found = (number >= np.int64(0)) & (number < np.int64(memory.count))
         return found if own.owns is None else found & own.owns
 
+    def fitting(self, value: Any, kind: Any, selection: Selection, line: int) -> Any:
+        """Return Python numbers in the integer type of what they meet; as in NumPy, they have to fit."""
+        limits = np.iinfo(kind)
+        if isinstance(value, Run):
+            inside = limits.min <= value.start and value.start + value.count - 1 <= limits.max
+        elif value.ndim == 0:
+            inside = limits.min <= int(value) <= limits.max
+        else:
+            inside = len(value) == 0 or (limits.min <= int(value.min()) and int(value.max()) <= limits.max)
+        if inside:
+            return value.astype(kind)
+        every = np.broadcast_to(np.asarray(value), size(selection, self.count)).tolist()
+        lane = next(at for at, one in enumerate(every) if not limits.min <= one <= limits.max)
+        name = np.dtype(kind)
+        raise self.batch.error(
+            line,
+            f"{self._who(selection, lane)}: {every[lane]} meets {name}",
+            f"a Python number takes the type of what it meets, and this one does not fit into {name}",
+            f"Convert the other one first, or this one with numpy.{name}(…), which keeps the lowest bits",
+        )
+
     # -- reads --
 
     def load(self, memory: Memory, indices: tuple[Any, ...], selection: Selection, line: int) -> Any:
@@ -168,7 +189,7 @@ class Frame:
         """Change elements one lane after the other, and return what each found there."""
         at = self._place(memory, indices, selection, line)
         position, lanes = self._positions(memory, at, selection)
-        self._note(memory, "atomic", position, lanes, line)
+        self._note(memory, "exchange" if name == "exchange" else "atomic", position, lanes, line)
         data, total = memory.data, len(position)
         values = [np.broadcast_to(value, total) for value in operands]
         found = np.empty(total, data.dtype)

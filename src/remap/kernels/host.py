@@ -234,6 +234,9 @@ class HostWriter:
                 return self.constant(value, one.type)
             case ir.Var(name=name):
                 return self.variable(name, one.type, lanes)
+            case ir.Cast(value=value, checked=True, line=line):
+                assert isinstance(one.type, Scalar)
+                return f"f.fitting({self.value(value, lanes)}, np.{one.type.dtype}, {lanes}, {line})"
             case ir.Cast(value=value):
                 return self.cast(value, one.type, lanes)
             case ir.Op(name=name, operands=operands):

@@ -97,8 +97,9 @@ def index_2d(width: Any = None, *, stride: int | None = None) -> Any:
     """Return the thread's own index row × stride + column, for rows along y and columns along x.
 
     A thread whose column is not below the stride has no element. `stride` is a constant; `width` is known at run time
-    and the same for all threads: a parameter, a captured value, an array's extent, `block_size.x`. `i.row` and `i.col`
-    are numbers. A two-dimensional array that is written with it must be as wide; that is checked before the launch.
+    and the same for all threads: a parameter, a captured value, an array's extent, `block_size.x`; at most 2**36.
+    `i.row` and `i.col` are numbers. A two-dimensional array that is written with it must be as wide; that is checked
+    before the launch.
     """
     _only_inside("index_2d")
 
@@ -161,7 +162,7 @@ def atomic_max(array: Any, index: Any, value: Any) -> Any:
 
 
 def atomic_exchange(array: Any, index: Any, value: Any) -> Any:
-    """Replace an element in one step, and return what was there."""
+    """Replace an element in one step, and return what was there: undefined in shared memory that nobody wrote."""
     _only_inside("atomic_exchange")
 
 

@@ -105,6 +105,9 @@ BOOL = Scalar(np.dtype(np.bool_))
 INT = Scalar(np.dtype(np.int64), weak=True)
 FLOAT = Scalar(np.dtype(np.float64), weak=True)
 
+WIDEST = 1 << 36
+"""The widest two-dimensional index: a grid has fewer than 2**26 rows of threads, so that row × width + column fits."""
+
 
 # -- expressions --
 
@@ -133,9 +136,13 @@ class Var(Expr):
 
 @dataclass(slots=True)
 class Cast(Expr):
-    """A conversion. From a float to an integer: towards zero, held to the range, NaN becomes 0."""
+    """A conversion. From a float to an integer: towards zero, held to the range, NaN becomes 0.
+
+    A `checked` one is of a Python number that has to fit: the host reports it if not, CUDA keeps the lowest bits.
+    """
 
     value: Expr
+    checked: bool = False
 
 
 @dataclass(slots=True)

@@ -62,7 +62,8 @@ class Scope:
         self.source = source
         self.shared = shared
         self.parameters = parameters
-        self.types: dict[str, Type] = {}
+        self.types: dict[str, Type] = {}  # of variables and temporaries
+        self.current: dict[str, str] = {}  # the variable that a name stands for here
         self.aliases: dict[str, Alias] = {}
         self.assigned: set[str] | None = set()  # None: this point is not reached
         self.constants: dict[str, Any] = {}
@@ -90,10 +91,12 @@ class Scope:
             return alias
         if name in self.parameters and name not in self.source.locals:
             return ir.Var(self.parameters[name], node.lineno, f"p_{name}")
-        if (self.assigned is not None and name not in self.assigned) or name not in self.types:
+        variable = self.current.get(name)
+        unassigned = self.assigned is not None and name not in self.assigned
+        if variable is None or unassigned or variable not in self.types:
             rule = "it may be read before anything was assigned to it"
             raise self.error(node, f"variable {name}", rule, "Assign to it on every path before")
-        return ir.Var(self.types[name], node.lineno, f"v_{name}")
+        return ir.Var(self.types[variable], node.lineno, variable)
 
     def resolve(self, path: str) -> Any:
         """Return what a path means outside of the function, for good: where it changes, the kernel is typed anew."""
@@ -152,7 +155,7 @@ class Scope:
     def temporary(self, kind: Type, line: int, value: ir.Expr | None) -> ir.Var:
         """Return a new variable, assigned if there is a value for it."""
         name = f"t_{self.temporaries}"
-        self.types[f"%{self.temporaries}"] = kind  # no name that a user could have
+        self.types[name] = kind
         self.temporaries += 1
         found = ir.Var(kind, line, name)
         if value is not None:

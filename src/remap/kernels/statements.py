@@ -7,6 +7,7 @@ from typing import Any
 
 from remap.kernels import ir
 from remap.kernels.assignments import Assignments
+from remap.kernels.bindings import jumps, stored
 from remap.kernels.ir import BOOL, INT, Record, Scalar, Type, promote
 from remap.kernels.reading import Reference, Source, scalar_of
 from remap.kernels.scope import Shared
@@ -28,6 +29,7 @@ class Statements(Assignments):
             before, result = dict(self.types), self.result
             self.out, self.assigned, self.aliases, self.constants, self.captures = [], set(), {}, {}, {}
             self.temporaries, self.depth = 0, 0
+            self.forget()
             if self.is_kernel:
                 self.shared.start()
             for name, kind in self.parameters.items():
@@ -38,7 +40,8 @@ class Statements(Assignments):
                         )
                     self.assign(self.source.tree, name, ir.Var(kind, self.source.line, f"p_{name}"))
             self.block(self.source.tree.body)
-            if before == self.types and result == self.result:
+            if before == self.types and result == self.result and not self.narrowed():
+                self.check_bindings()
                 return self.out
         raise self.error(self.source.tree, self.source.name, "the types of its variables do not settle")
 
@@ -91,8 +94,13 @@ class Statements(Assignments):
         """Type an if; a variable counts as assigned after it where both sides assign it or jump away."""
         test = self.truth(node.test)
         before = self.assigned
-        body, after_body = self.branch(node.body, before)
-        orelse, after_else = self.branch(node.orelse, before)
+        # One variable before, inside and after: what had a value, and what both sides, or the one that stays, bind.
+        names = stored([*node.body, *node.orelse]) & (before or set())
+        for one, other in ((node.body, node.orelse), (node.orelse, node.body)):
+            names |= stored(one) if jumps(other) else stored(one) & stored(other)
+        with self.region(node, names):
+            body, after_body = self.branch(node.body, before)
+            orelse, after_else = self.branch(node.orelse, before)
         self.out.append(ir.If(node.lineno, test, body, orelse))
         if after_body is None or after_else is None:
             self.assigned = after_else if after_body is None else after_body
@@ -115,9 +123,10 @@ class Statements(Assignments):
         """Type a while loop."""
         if node.orelse:
             raise self.error(node, "while … else", "a loop of a kernel has no else", _NO_ELSE)
-        before, test = self.inside(lambda: self.truth(node.test))
         known = None if self.assigned is None else set(self.assigned)
-        body, _ = self.branch(node.body, known)
+        with self.region(node, stored(node.body) & (known or set())):
+            before, test = self.inside(lambda: self.truth(node.test))
+            body, _ = self.branch(node.body, known)
         self.out.append(ir.While(node.lineno, before, test, body))
         endless = isinstance(node.test, ast.Constant) and bool(node.test.value) and not _breaks(node.body)
         self.assigned = None if endless else known
@@ -140,7 +149,7 @@ class Statements(Assignments):
                 node, text, "a kernel loops with: for k in range(…)", "Take the elements by their index"
             )
         assert isinstance(call, ast.Call)
-        numbers = [self.number(one) for one in call.args]
+        numbers = self.numbers(call.args)
         for one, at in zip(numbers, call.args, strict=True):
             if not isinstance(one.type, Scalar) or one.type.dtype.kind not in "iu":
                 raise self.error(at, ast.unparse(call), "range takes whole numbers")
@@ -154,21 +163,18 @@ class Statements(Assignments):
         test = self.goes_on(counter, stop, step)
         known = None if self.assigned is None else set(self.assigned)
         self.stores[node.target.id] = max(self.stores.get(node.target.id, 0), 2)
-        out, self.out = self.out, []
-        self.assign(node, node.target.id, counter)
-        first, self.out = self.out, out
-        body, _ = self.branch(node.body, None if known is None else known | {node.target.id})
+        with self.region(node, stored([node]) & (known or set())):
+            out, self.out = self.out, []
+            self.assign(node, node.target.id, counter)
+            first, self.out = self.out, out
+            body, _ = self.branch(node.body, None if known is None else known | {node.target.id})
         after: ir.Block = [ir.Assign(line, counter.name, ir.Op(INT, line, "+", (counter, step)))]
         self.out.append(ir.While(line, [], test, first + body, after))
         self.assigned = known
 
     def fixed(self, value: ir.Expr, loop: ast.For) -> ir.Expr:
         """Return a number that stays what it is, as Python's range looks at its arguments once."""
-        assigned = {
-            f"v_{one.id}"
-            for one in ast.walk(loop)
-            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-        }
+        assigned = {self.current.get(name) for name in stored([loop])}
         if isinstance(value, ir.Var) and value.name in assigned:
             return self.temporary(value.type, loop.lineno, value)
         return value if isinstance(value, ir.Builtin) else self.hold(value, loop.lineno)
@@ -206,7 +212,7 @@ class Statements(Assignments):
                 self.result = value.type
             elif value.type != self.result and not isinstance(value.type, Scalar):
                 raise self.error(node, ast.unparse(node), f"it returns a {self.result} elsewhere")
-            self.out.append(ir.Return(node.lineno, self.cast(value, self.result)))
+            self.out.append(ir.Return(node.lineno, self.meet(value, self.result)))
         self.assigned = None
 
     def make_function(self, source: Source, parameters: dict[str, Type], name: str) -> ir.Function:
@@ -230,10 +236,7 @@ class Statements(Assignments):
 
     def variables(self) -> dict[str, Type]:
         """Return the types of all variables by the names that they have in the typed form."""
-        return {
-            f"t_{name[1:]}" if name.startswith("%") else f"v_{name}": kind
-            for name, kind in self.types.items()
-        }
+        return dict(self.types)
 
 
 def _breaks(nodes: list[ast.stmt]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from remap.errors import AccessError, LaunchError
 from remap.kernels import ir
 from remap.kernels.again import Packed, Repeatable
-from remap.kernels.arguments import View, view_of
+from remap.kernels.arguments import View, check_width, view_of
 from remap.kernels.cpp import Writer, captured_layout, is_empty
 from remap.kernels.host import HostWriter
 from remap.kernels.ir import Array, Record, Scalar, Type
@@ -135,16 +135,9 @@ class Variant:
         if self._meets and len(views) > 0 and not allow_overlap:
             check_disjoint(self.asked, self.places(views))
         for index, wanted in self._widths:
-            width = wanted(arguments, views, config)
-            shape = views[index].shape
-            if len(shape) == 2 and shape[1] != width:
-                name = self.kernel.parameters[index][0]
-                space = self.kernel.spaces[name]
-                raise LaunchError(
-                    f"{self.asked}, argument {name[2:]!r} of shape {shape}",
-                    rule=f"it is written with {space}, which is {width} wide, and the array has rows of {shape[1]}",
-                    next_step="Make the two equal: an element would not belong to one thread otherwise",
-                )
+            name = self.kernel.parameters[index][0]
+            space = str(self.kernel.spaces[name])
+            check_width(self.asked, name[2:], space, wanted(arguments, views, config), views[index].shape)
 
     def places(self, views: dict[int, View]) -> list[Place]:
         """Return where the arrays lie."""

@@ -195,7 +195,10 @@ struct thread_index {
     {
         const long long row = (long long)blockIdx.y * blockDim.y + threadIdx.y;
         const long long col = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-        return {col < stride ? row * stride + col : -1, row, col, col < stride};
+        // A grid has fewer than 2^26 rows of threads. With a width above 2^36 the number might not fit, and two threads
+        // would have one element.
+        const bool owns = col < stride && stride <= 1LL << 36;
+        return {owns ? row * stride + col : -1, row, col, owns};
     }
     __device__ static thread_index warp()
     {

@@ -77,7 +77,8 @@ struct thread_index {
         static_assert(Stride > 0, "a stride is above 0");
         return place<grid_space<Stride>>(Stride);
     }
-    // The same with a width that is known at run time. It has to be the same for all threads.
+    // The same with a width that is known at run time, up to 2^36; with a wider one no thread has an element. It has to be
+    // the same for all threads.
     __device__ static index_of<width_space> grid(long long width) { return place<width_space>(width); }
 
 private:
@@ -85,7 +86,9 @@ private:
     {
         const long long row = (long long)blockIdx.y * blockDim.y + threadIdx.y;
         const long long col = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-        return {row * stride + col, col < stride && gridDim.z == 1 && blockDim.z == 1};
+        // A grid has fewer than 2^26 rows of threads, so that the number of an element fits up to this width.
+        const bool fits = stride <= 1LL << 36;
+        return {fits ? row * stride + col : -1, fits && col < stride && gridDim.z == 1 && blockDim.z == 1};
     }
 };
 
