@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import signal
 import subprocess
 import sys
@@ -82,6 +85,40 @@ def test_it_sleeps_with_its_pool(torch: Any, machine: Any) -> None:
     assert cache.tensor.data_ptr() == pointer
     assert cache.tensor[2, 5].item() == 2 * 1024 + 5
     cache.close()
+
+
+def test_tensors_have_storages_of_their_rows(torch: Any, machine: Any) -> None:
+    """What torch does with whole storages (save, pickle, deep-copy, share) sees the rows there are, and no more."""
+    with machine.ElasticTensor(100_000, 64, rows=4) as cache:
+        cache.tensor.copy_(torch.arange(256.0).view(4, 64))
+        parts = ((cache.tensor, 4), (cache.view(3), 3), (cache.view(0), 0), (cache.tensor[1:3], 4))
+        for part, rows in parts:
+            assert part.untyped_storage().nbytes() == rows * 256
+            file = io.BytesIO()
+            torch.save({"cache": part}, file)
+            file.seek(0)
+            copies = (torch.load(file)["cache"], pickle.loads(pickle.dumps(part)), copy.deepcopy(part))
+            assert all(torch.equal(one, part) for one in copies)
+        if cache.tensor.device.type == "cpu":  # moves the tensor, and nothing else
+            moved = cache.tensor.share_memory_()
+            moved.fill_(-1)
+            assert moved.data_ptr() != cache.data_ptr == cache.tensor.data_ptr()
+        assert cache.tensor[3, 63].item() == 255
+        cache.resize(2)
+        cache.resize(3)
+        assert cache.tensor.untyped_storage().nbytes() == 3 * 256
+        assert cache.whole.untyped_storage().nbytes() == 100_000 * 256
+        part = parts = None
+
+
+def test_views_of_inference(torch: Any, machine: Any) -> None:
+    """A view that is taken in inference mode is none of its tensors: it can be written to afterwards."""
+    with machine.ElasticTensor(10, 4, rows=2) as cache:
+        with torch.inference_mode():
+            view = cache.tensor
+        assert not view.is_inference()
+        view.fill_(1)
+        del view
 
 
 def test_closing_while_tensors_live(machine: Any) -> None:

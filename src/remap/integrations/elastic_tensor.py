@@ -6,13 +6,26 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from remap import drivers
 from remap.buffers.elastic import ElasticBuffer
 from remap.buffers.growth import Change
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike
 from remap.errors import ClosedError, InUseError, InvalidValueError
-from remap.integrations.tensors import Bytes, Tensor, device_number, shaped, size_of, tensor_at, type_of
+from remap.integrations.tensors import (
+    Bytes,
+    Tensor,
+    device_number,
+    shaped,
+    size_of,
+    tensor_at,
+    torch,
+    type_of,
+)
+from remap.lifetime import epoch
 from remap.locations import DeviceLike
 from remap.locations import device as device_called
 from remap.sizes import Size
@@ -24,8 +37,10 @@ class ElasticTensor:
     """A tensor of up to `capacity` rows of one shape, backed as far as it has rows, at one address for ever.
 
     `resize(rows)` maps or unmaps memory at the end and copies nothing; `tensor` is an ordinary tensor of the rows there
-    are now, and `view(n)` one of the first n. All of them share one storage and data pointer, so kernels and captured
-    graphs go on using it as it grows. A view must not be used beyond the rows there are, nor while the tensor sleeps.
+    are now, and `view(n)` one of the first n. All of them have one data pointer, so kernels and captured graphs go on
+    using it as it grows, and each has a storage of just its rows, so it can be saved, pickled and deep-copied. A view
+    must not be used beyond the rows there are, nor while the tensor sleeps; one that was taken before it shrank has
+    more, and whatever copies its storage would read them: take a new one.
 
     Made inside of a pool or group, it sleeps and wakes with that. `capacity` costs addresses only. `chunk`, `ahead` and
     `pool` are those of `remap.ElasticBuffer`; with `ahead=` bytes mapped in front, growing by a row takes microseconds.
@@ -70,10 +85,7 @@ class ElasticTensor:
             whole, device=at, accessing=accessing, chunk=chunk, ahead=ahead, pool=pool, poison=poison
         )
         """The memory, for what tensors cannot do: `remap.pause`, statistics, sharing."""
-        holder = Bytes(self.buffer._address, whole, self.buffer)
-        self._holder = weakref.ref(holder)
-        self._whole: Tensor = shaped(tensor_at(driver, at.index, holder), self.dtype, (capacity, *self.row))
-        del holder  # or it would count as a tensor where what follows fails
+        self._bytes: NDArray[np.uint8] | None = self._all()
         self.buffer._uses.escaped = True
         self._rows = 0
         if rows:
@@ -102,11 +114,11 @@ class ElasticTensor:
     def whole(self) -> Tensor:
         """A tensor of all rows there can be, for captures and indexing: only the rows there are may be touched.
 
-        What reads or writes others faults, as it would in memory that is not there.
+        What reads or writes others faults, as it would in memory that is not there. That is also what happens where
+        torch copies a tensor's storage, which here is the whole capacity: do not save, pickle, deep-copy or
+        `share_memory_()` it or a part of it, but `tensor`, or a clone of the part.
         """
-        if not self.buffer._open:
-            raise ClosedError("use of a closed ElasticTensor")
-        return self._whole
+        return self._first(self.capacity)
 
     @property
     def data_ptr(self) -> int:
@@ -127,10 +139,26 @@ class ElasticTensor:
                 next_step=f"Call resize({rows}) first",
             )
         if self.buffer._paused:
+            self.buffer._check()
             self.buffer._check_backed("a view")
-        if not self.buffer._open:
-            raise ClosedError("use of a closed ElasticTensor")
-        return self._whole[:rows]
+        return self._first(rows)
+
+    def _first(self, rows: int) -> Tensor:
+        """Return the first rows, whether they are there or not, as a tensor with a storage of its own."""
+        self.buffer._check()
+        held = self._bytes
+        if held is None:
+            raise ClosedError("use of an ElasticTensor that is being closed")
+        driver, at = self.buffer._driver, self.buffer.properties.location.index
+        part = held[: rows * self.row_bytes]
+        if torch.is_inference_mode_enabled():  # what is made there could never be written to outside
+            with torch.inference_mode(mode=False):
+                return shaped(tensor_at(driver, at, part), self.dtype, (rows, *self.row))
+        return shaped(tensor_at(driver, at, part), self.dtype, (rows, *self.row))
+
+    def _all(self) -> NDArray[np.uint8]:
+        """Return the bytes of all rows there can be: every tensor keeps them alive, and they keep the buffer."""
+        return np.asarray(Bytes(self.buffer._address, self.capacity * self.row_bytes, self.buffer))
 
     def resize(self, rows: int, *, after: After = Known.STREAMS) -> Change:
         """Let there be `rows` rows, and say how many bytes were mapped and given back; nothing is copied.
@@ -156,7 +184,7 @@ class ElasticTensor:
             )
         before = self._rows
         self.resize(before + tensor.shape[0])
-        added = self._whole[before : self._rows]
+        added = self.view(self._rows)[before:]
         added.copy_(tensor)
         return added
 
@@ -167,20 +195,20 @@ class ElasticTensor:
         """
         if self.buffer.closed:
             return
-        self._whole = None
-        holder = self._holder()
-        if holder is not None:
-            self._whole = shaped(
-                tensor_at(self.buffer._driver, self.buffer.properties.location.index, holder),
-                self.dtype,
-                (self.capacity, *self.row),
-            )
-            raise InUseError(
-                f"closing an ElasticTensor of shape {self.shape}",
-                rule="tensors that were taken from it live, and would show memory that is gone",
-                next_step="Delete them first",
-            )
-        self.buffer.close(after=after)
+        taken = None if self._bytes is None else weakref.ref(self._bytes)
+        self._bytes = None
+        try:
+            if taken is not None and taken() is not None and self.buffer._epoch == epoch():
+                raise InUseError(
+                    f"closing an ElasticTensor of shape {self.shape}",
+                    rule="tensors that were taken from it live, and would show memory that is gone",
+                    next_step="Delete them first",
+                )
+            self.buffer.close(after=after)
+        finally:
+            if not self.buffer.closed:
+                held = None if taken is None else taken()
+                self._bytes = self._all() if held is None else held
 
     def __enter__(self) -> Self:
         """Return itself."""

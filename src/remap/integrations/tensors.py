@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from remap import dlpack
 from remap.errors import InvalidValueError
@@ -36,8 +37,10 @@ class Bytes:
         }
 
 
-def tensor_at(driver: Any, device: int, holder: Bytes) -> Tensor:
+def tensor_at(driver: Any, device: int, holder: Bytes | NDArray[np.uint8]) -> Tensor:
     """Return a tensor of bytes over memory that need not be mapped yet; it keeps `holder` alive.
+
+    Its storage is just these bytes: torch copies storages where it saves or pickles a tensor.
 
     Not by the array interface, which asks the driver about the address: DLPack says what it is.
     """
