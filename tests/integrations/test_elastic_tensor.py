@@ -136,6 +136,20 @@ def test_closing_while_tensors_live(machine: Any) -> None:
         cache.view(1)
 
 
+def test_a_block_that_fails_while_tensors_live(machine: Any) -> None:
+    """Its own error is raised, with the refusal to close as a note; the memory goes, in silence, with the tensors."""
+    kept: list[Any] = []
+    with pytest.raises(ValueError, match="mine") as failed, machine.ElasticTensor(10, 4, rows=2) as cache:
+        kept.append(cache.tensor.fill_(1))
+        raise ValueError("mine")
+    assert "tensors that were taken from it live" in failed.value.__notes__[0]
+    assert float(kept[0].sum()) == 8
+    kept.clear()
+    cache = failed = None  # type: ignore[assignment]
+    gc.collect()
+    assert remap.collect() == 1
+
+
 def test_tensors_keep_the_memory(machine: Any) -> None:
     """A tensor that outlives the object it was taken from goes on working (trap 26)."""
     cache = machine.ElasticTensor(10, 16, rows=2)

@@ -25,7 +25,7 @@ from remap.integrations.tensors import (
     torch,
     type_of,
 )
-from remap.lifetime import epoch
+from remap.lifetime import end_block, epoch
 from remap.locations import DeviceLike
 from remap.locations import device as device_called
 from remap.sizes import Size
@@ -214,9 +214,11 @@ class ElasticTensor:
         """Return itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close it; if the block failed, what closing raises is a note on its error."""
+        end_block(error, self.close)
+        if error is not None:
+            self.buffer._warns = False  # as `Resource` does
 
     def __len__(self) -> int:
         """Return how many rows there are."""

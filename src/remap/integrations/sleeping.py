@@ -16,7 +16,7 @@ from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.memory import memory
 from remap.integrations.pools import Pool, empty_caches, pools
 from remap.integrations.tensors import Tensor, device_of, span_of, torch
-from remap.lifetime import undo
+from remap.lifetime import end_block, undo
 from remap.residency import Moved, Waking, groups, pause, resume
 from remap.residency import backup as backup_of
 from remap.residency.results import Progress
@@ -206,9 +206,9 @@ class Arriving:
         """Return itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Wait for the rest."""
-        self.waking.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Wait for the rest; if the block failed, what that raises is a note on its error."""
+        end_block(error, self.waking.close)
 
 
 @dataclass(frozen=True, slots=True)
