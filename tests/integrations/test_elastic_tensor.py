@@ -64,7 +64,39 @@ def test_appending(torch: Any, machine: Any) -> None:
             cache.append(torch.ones(1, 5))
         with pytest.raises(remap.InvalidValueError, match="capacity"):
             cache.resize(10_000_000)
+        with pytest.raises(remap.InvalidValueError, match=r"shape \(\) to be appended"):
+            cache.append(torch.tensor(1.0))
         assert len(cache) == 3
+        del added
+
+
+def test_appending_what_cannot_be_copied(torch: Any, machine: Any) -> None:
+    """Torch's error is raised, and rows, memory and contents are as they were (invariant 5)."""
+    with machine.ElasticTensor(10_000, 64, rows=2, chunk=2 * MiB) as cache:
+        cache.tensor.fill_(1)
+        before = cache.buffer.footprint()
+        with pytest.raises(NotImplementedError, match="meta"):
+            cache.append(torch.ones(9_000, 64, device="meta"))
+        assert (len(cache), cache.shape, cache.buffer.size) == (2, (2, 64), 2 * 256)
+        assert cache.buffer.footprint() == before
+        assert float(cache.tensor.sum()) == 128
+    with (
+        pytest.raises(NotImplementedError, match="meta") as failed,
+        machine.ElasticTensor(10, 4) as cache,
+    ):
+        cache.append(torch.ones(1, 4, device="meta"))
+    assert cache.buffer.closed, "the traceback keeps no tensor of it"
+    assert not hasattr(failed.value, "__notes__")
+
+
+def test_appending_what_requires_gradients(torch: Any, machine: Any) -> None:
+    """Its values are copied, and autograd's graph is not kept."""
+    with machine.ElasticTensor(10, 4, rows=1) as cache:
+        graph = torch.ones(2, 4, requires_grad=True, device=cache.tensor.device) * 2
+        added = cache.append(graph)
+        assert not added.requires_grad
+        assert not cache.whole.requires_grad
+        assert added.tolist() == [[2.0] * 4] * 2
         del added
 
 

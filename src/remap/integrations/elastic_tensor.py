@@ -25,7 +25,7 @@ from remap.integrations.tensors import (
     torch,
     type_of,
 )
-from remap.lifetime import end_block, epoch
+from remap.lifetime import end_block, epoch, undo
 from remap.locations import DeviceLike
 from remap.locations import device as device_called
 from remap.sizes import Size
@@ -177,15 +177,28 @@ class ElasticTensor:
         return change
 
     def append(self, tensor: Tensor) -> Tensor:
-        """Grow by the rows of a tensor, copy them there, and return them as they are here."""
-        if tensor.shape[1:] != self.row:
+        """Grow by the rows of a tensor, copy them there, and return them as they are here.
+
+        Values alone are copied: autograd does not follow. Raises what `resize` and torch's copy raise; there are as
+        many rows as before then.
+        """
+        if tensor.dim() != len(self.row) + 1 or tensor.shape[1:] != self.row:
             raise InvalidValueError(
-                f"rows of shape {tuple(tensor.shape[1:])}", rule=f"this tensor's rows have shape {self.row}"
+                f"a tensor of shape {tuple(tensor.shape)} to be appended",
+                rule=f"it is to have rows of shape {self.row}, and their number in front",
             )
         before = self._rows
         self.resize(before + tensor.shape[0])
-        added = self.view(self._rows)[before:]
-        added.copy_(tensor)
+        added: Tensor = None
+        try:
+            added = self.view(self._rows)[before:]
+            with torch.no_grad():
+                added.copy_(tensor)
+        except BaseException as error:
+            added = None  # or the traceback keeps it, and closing is refused
+            self._rows = before  # whatever becomes of the memory
+            undo(error, self.buffer.resize, before * self.row_bytes)
+            raise
         return added
 
     def close(self, *, after: After = Known.STREAMS) -> None:
