@@ -287,6 +287,40 @@ def test_extents_that_overflow(machine: Any) -> None:
         machine.ElasticTensor(1 << 40, 1 << 40)
 
 
+def test_the_device_that_is_named(torch: Any, machine: Any) -> None:
+    """By number, by name or by object; a name of what the driver's memory is not is refused (trap 40)."""
+    last = remap.driver().device_count() - 1
+    for named in (last, f"cuda:{last}", torch.device("cuda", last), remap.device(last)):
+        with machine.ElasticTensor(10, 4, rows=1, device=named) as cache:
+            assert cache.buffer.resident[0].index == last
+    wrong = ("meta", torch.device("meta")) + (("cpu",) if remap.driver().name == "cuda" else ("mps",))
+    for named in wrong:
+        with pytest.raises(remap.InvalidValueError, match="torch's device"):
+            machine.ElasticTensor(10, 4, device=named)
+        with machine.pool("named"), pytest.raises(remap.InvalidValueError, match="torch's device"):
+            machine.empty(3, device=named)
+    with pytest.raises(remap.InvalidValueError, match="device 64"):
+        machine.ElasticTensor(10, 4, device="cuda:64")
+
+
+def test_the_device_that_is_current(torch: Any, machine: Any) -> None:
+    """Where none is named, or none by number, it is torch's current device on CUDA, and the default one elsewhere."""
+    last = 0
+    if remap.driver().name == "cuda":
+        last = torch.cuda.device_count() - 1
+        torch.cuda.set_device(last)
+    try:
+        for named in (None, "cuda", torch.device("cuda")):
+            with machine.ElasticTensor(10, 4, rows=1, device=named) as cache:
+                assert cache.buffer.resident[0].index == last
+            with machine.pool("current"):
+                tensor = machine.empty(3, device=named)
+            assert machine.buffer_of(tensor).device == last
+    finally:
+        if remap.driver().name == "cuda":
+            torch.cuda.set_device(0)
+
+
 def test_poisoned_rows(torch: Any, machine: Any) -> None:
     """With poison, what was never written is visible (trap 18)."""
     with machine.ElasticTensor(10, 4, dtype=torch.uint8, rows=2, poison=True) as cache:

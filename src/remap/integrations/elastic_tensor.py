@@ -44,7 +44,8 @@ class ElasticTensor:
 
     Made inside of a pool or group, it sleeps and wakes with that. `capacity` costs addresses only. `chunk`, `ahead` and
     `pool` are those of `remap.ElasticBuffer`; with `ahead=` bytes mapped in front, growing by a row takes microseconds.
-    Contents of new rows are undefined. Raises what `remap.ElasticBuffer` raises.
+    Contents of new rows are undefined. It lies on `device`, by default torch's current one; on the host driver, remap's
+    default. Raises what `remap.ElasticBuffer` raises.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ElasticTensor:
                 next_step="Name at least one",
             )
         driver = drivers.current()
-        at = device_called(None if device is None else device_number(device))
+        at = device_called(device_number(device))
         accessing: Sequence[Any] = [at]
         if driver.name != "cuda":
             if not at.capabilities["coherent"]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from remap import dlpack
+from remap import dlpack, drivers
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
 from remap.integrations.support import missing
@@ -91,8 +91,23 @@ def device_of(tensor: Tensor) -> int | None:
 
 
 def device_number(one: Any) -> int:
-    """Return the number of a device: remap's, torch's, a number, or a name such as "cuda:1"."""
+    """Return the number of a device: remap's, torch's, a number, or a name such as "cuda:1".
+
+    None, and a name without a number, is the device that is current for torch where CUDA is the driver, and remap's
+    default elsewhere. Raises `InvalidValueError` for a name of what the driver's memory is not ("meta", say).
+    """
+    on_cuda = drivers.current().name == "cuda"
     if isinstance(one, str | torch.device):
-        index = torch.device(one).index
-        return 0 if index is None else int(index)
+        named = torch.device(one)
+        if named.type not in (("cuda",) if on_cuda else ("cuda", "cpu")):
+            raise InvalidValueError(
+                f"memory of remap on torch's device {str(named)!r}",
+                rule="the driver in use is CUDA"
+                if on_cuda
+                else "the driver in use simulates devices for CPU torch",
+                next_step="Name a device by its number, or leave it out",
+            )
+        one = named.index
+    if one is None and on_cuda:
+        return int(torch.cuda.current_device())
     return device(one).index
