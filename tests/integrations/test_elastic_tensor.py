@@ -153,6 +153,45 @@ def test_views_of_inference(torch: Any, machine: Any) -> None:
         del view
 
 
+def test_looking_up_what_lies_in_it(torch: Any, machine: Any) -> None:
+    """It and its views can be named in an order, waited for, written to as they sleep, and registered."""
+    with machine.pool("kv"):
+        first = machine.ElasticTensor(100_000, 64, rows=2, chunk=2 * MiB)
+        cache = machine.ElasticTensor(100_000, 64, rows=4, chunk=2 * MiB)
+        weights = machine.empty(100)
+    cache.tensor.copy_(torch.arange(256.0).view(4, 64))
+    view, last = cache.tensor, cache.view(4)[2:]
+    for named in (cache, view, cache.whole):
+        machine.sleep("kv")
+        with machine.wake("kv", order=[named, weights, cache.buffer], events=True) as arriving:
+            assert arriving.waking.events[0].chunk.address == cache.data_ptr
+            arriving.wait_for(named)
+            assert float(view[3, 63]) == 255
+    machine.sleep("kv")
+    copies = machine.backup(cache), machine.backup(last)
+    assert [tuple(one.shape) for one in copies] == [(4, 64), (2, 64)]
+    copies[0].mul_(2)
+    assert copies[1][1, 63].item() == 510
+    del copies
+    with pytest.raises(remap.InvalidValueError, match=r"only .* Pass the ElasticTensor itself"):
+        machine.backup(cache.whole)
+    machine.wake("kv")
+    assert float(view[1, 0]) == 128
+    assert machine.buffer_of(last) is machine.buffer_of(cache) is cache.buffer
+    with machine.registered(view, "NCCL"), pytest.raises(remap.InUseError, match="registered with NCCL"):
+        machine.sleep("kv")
+    with pytest.raises(remap.InvalidValueError, match="shareable"):
+        machine.export(view)
+    del view, last, named
+    with machine.registered(cache, "NCCL"), pytest.raises(remap.InUseError, match="registered with NCCL"):
+        cache.close()
+    cache.tensor.fill_(1)
+    cache.close()
+    first.close()
+    with pytest.raises(remap.ClosedError):
+        machine.buffer_of(cache)
+
+
 def test_closing_while_tensors_live(machine: Any) -> None:
     """It says so and stays open; after they have gone it closes, once (trap 26)."""
     cache = machine.ElasticTensor(10, 16, rows=2)

@@ -86,6 +86,7 @@ class ElasticTensor:
             whole, device=at, accessing=accessing, chunk=chunk, ahead=ahead, pool=pool, poison=poison
         )
         """The memory, for what tensors cannot do: `remap.pause`, statistics, sharing."""
+        _buffers[self.buffer.serial] = self.buffer
         self._bytes: NDArray[np.uint8] | None = self._all()
         self.buffer._uses.escaped = True
         self._rows = 0
@@ -241,3 +242,19 @@ class ElasticTensor:
     def __repr__(self) -> str:
         """Return shape, type and capacity."""
         return f"<remap.torch.ElasticTensor {self.shape} of {self.dtype}, up to {self.capacity} rows>"
+
+
+_buffers: weakref.WeakValueDictionary[int, ElasticBuffer] = weakref.WeakValueDictionary()
+"""The memory of all `ElasticTensor`s, by number; in a forked child that of its parent's, too."""
+
+
+def elastic_at(address: int) -> ElasticBuffer | None:
+    """Return the memory of the `ElasticTensor` that an address lies in; in a forked child it may be the parent's."""
+    found: ElasticBuffer | None = None
+    for reference in _buffers.valuerefs():
+        one = reference()
+        if one is not None and one._open and 0 <= address - one._address < one._reserved:
+            if one._epoch == epoch():
+                return one
+            found = one  # unless this process has memory of its own there by now
+    return found

@@ -66,6 +66,7 @@ class Pool:
     @property
     def segments(self) -> tuple[AdoptedBuffer, ...]:
         """Its memory, as buffers, oldest first. Each stays torch's: it can sleep, move and be shared, but not close."""
+        self._memory.check(f"the segments of pool {self.tag!r}")
         self._memory.reap()
         return tuple(self._memory.adopt(self._pool))
 
@@ -79,6 +80,7 @@ class Pool:
 
         On CUDA it empties torch's other caches, too. Memory of graphs stays.
         """
+        self._memory.check(f"pool {self.tag!r} to be trimmed")
         self._memory.reap()
         before = sum(one.size for one in self._memory.adopt(self._pool))
         self._drop_caches()
@@ -93,6 +95,7 @@ class Pool:
 
         Raises torch's `OutOfMemoryError` on CUDA, remap's on the host driver, and `PausedError` while the pool sleeps.
         """
+        self._memory.check(f"a tensor in pool {self.tag!r}")
         extents = _extents(shape)
         kind = type_of(dtype)
         size = size_of(kind, extents)
@@ -197,6 +200,7 @@ class Pool:
 
     @contextmanager
     def _visiting(self, devices: Sequence[int]) -> Generator[None]:
+        self._memory.check(f"pool {self.tag!r} to be entered")
         with self._memory.lock:
             if self._moving:
                 raise InUseError(f"pool {self.tag!r} to be entered", rule=f"it is being {self._moving}")
