@@ -18,6 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 PAGE = 16
 """Rows are given out in pages of this many tokens."""
 
+LIKELIEST = 40
+"""A token is chosen among so many."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -150,8 +153,8 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Choose the next token among the 40 likeliest."""
-    best, which = logits.float().topk(40)
+    """Choose the next token among the likeliest."""
+    best, which = logits.float().topk(LIKELIEST)
     chosen = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
     return int(which[chosen])
 

@@ -123,7 +123,7 @@ def test_tensors_have_storages_of_their_rows(torch: Any, machine: Any) -> None:
     """What torch does with whole storages (save, pickle, deep-copy, share) sees the rows there are, and no more."""
     with machine.ElasticTensor(100_000, 64, rows=4) as cache:
         cache.tensor.copy_(torch.arange(256.0).view(4, 64))
-        parts = ((cache.tensor, 4), (cache.view(3), 3), (cache.view(0), 0), (cache.tensor[1:3], 4))
+        parts: Any = ((cache.tensor, 4), (cache.view(3), 3), (cache.view(0), 0), (cache.tensor[1:3], 4))
         for part, rows in parts:
             assert part.untyped_storage().nbytes() == rows * 256
             file = io.BytesIO()
