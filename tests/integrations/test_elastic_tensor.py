@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 import remap
@@ -244,6 +245,44 @@ def test_rows_beyond_its_capacity(machine: Any, rows: int) -> None:
         assert len(cache.tensor) == 1000
     with pytest.raises(remap.InvalidValueError, match=said):
         machine.ElasticTensor(1000, 8, 64, rows=rows)
+
+
+def test_numbers_of_rows(torch: Any, machine: Any) -> None:
+    """Integers of any kind are taken, as Python's own; what is none is a `TypeError`, and nothing is left half-made."""
+    with machine.ElasticTensor(np.int64(10), np.int32(4), rows=np.int8(1)) as cache:
+        cache.resize(np.int64(5))
+        assert cache.shape == cache.tensor.shape == cache.view(np.uint8(5)).shape == (5, 4)
+        assert repr((cache.shape, cache.capacity, cache.row)) == "((5, 4), 10, (4,))"
+        for wrong in (True, np.True_, 2.0, "3", None):
+            for ask in (cache.resize, cache.view):
+                with pytest.raises(TypeError, match=f"rows {wrong!r}: it is a whole number"):
+                    ask(wrong)
+        assert cache.shape == (5, 4)
+        for rows, advice in ((-1, ""), (7, r"\. Call resize\(7\) first"), (11, "")):
+            with pytest.raises(remap.InvalidValueError, match=f"a view of {rows} rows: there are 5{advice}$"):
+                cache.view(rows)
+    for arguments in ((True, 4), (10, True), (10, "4"), (10.0, 4)):
+        with pytest.raises(TypeError, match="it is a whole number"):
+            machine.ElasticTensor(*arguments)
+    with pytest.raises(TypeError, match="rows True"):
+        machine.ElasticTensor(10, 4, rows=True)
+    assert torch is not None
+
+
+def test_shapes(torch: Any, machine: Any) -> None:
+    """Numbers, or one sequence of them, of any integer type; text is no shape."""
+    with machine.pool("shapes"):
+        for shape in ((3, 4), ((3, 4),), ([np.int64(3), 4],), (torch.Size([3, 4]),), (np.array([3, 4]),)):
+            assert machine.empty(*shape).shape == (3, 4)
+        assert machine.empty(np.int64(3)).shape == (3,)
+        assert machine.empty().shape == machine.empty(()).shape == ()
+        for wrong in ((3, "4"), ("34",), (3.0,), (True, 3), ((3, "4"),)):
+            with pytest.raises(TypeError, match=r"extent .*: it is a whole number"):
+                machine.empty(*wrong)
+    users: Any = [0, remap.Host()] if remap.driver().name == "host" else [0]
+    with remap.allocate(2 * MiB, resident=0, accessing=users) as buffer:
+        assert machine.tensor(buffer, torch.int8, np.int64(3)).shape == (3,)
+        gc.collect()
 
 
 def test_more_rows_than_there_is_memory(torch: Any, machine: Any) -> None:

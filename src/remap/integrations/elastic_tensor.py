@@ -24,6 +24,7 @@ from remap.integrations.tensors import (
     tensor_at,
     torch,
     type_of,
+    whole_number,
 )
 from remap.lifetime import end_block, epoch, undo
 from remap.locations import DeviceLike
@@ -61,13 +62,13 @@ class ElasticTensor:
         poison: bool = False,
     ) -> None:
         self.dtype = type_of(dtype)
-        self.row = tuple(row)
-        self.capacity = capacity
+        self.row = tuple(whole_number(extent, "extent") for extent in row)
+        self.capacity = capacity = whole_number(capacity, "capacity")
         self.row_bytes = size_of(self.dtype, self.row)
-        whole = size_of(self.dtype, (capacity, *self.row))
+        whole, rows = size_of(self.dtype, (capacity, *self.row)), whole_number(rows, "rows")
         if not whole:
             raise InvalidValueError(
-                f"an ElasticTensor of shape {(capacity, *row)}",
+                f"an ElasticTensor of shape {(capacity, *self.row)}",
                 rule="its rows have no bytes",
                 next_step="Name at least one",
             )
@@ -134,11 +135,13 @@ class ElasticTensor:
 
     def view(self, rows: int) -> Tensor:
         """Return the first `rows` rows, as far as there are so many; raises `InvalidValueError` and `PausedError`."""
-        if rows > self._rows or rows < 0:
+        if type(rows) is not int:
+            rows = whole_number(rows, "rows")
+        if not 0 <= rows <= self._rows:
             raise InvalidValueError(
                 f"a view of {rows} rows",
                 rule=f"there are {self._rows}",
-                next_step=f"Call resize({rows}) first",
+                next_step=f"Call resize({rows}) first" if 0 <= rows <= self.capacity else "",
             )
         if self.buffer._paused:
             self.buffer._check()
@@ -168,6 +171,8 @@ class ElasticTensor:
         Growing waits for nothing. Shrinking waits, as `ElasticBuffer.resize` does. Raises `InvalidValueError` beyond
         the capacity, and what `ElasticBuffer.resize` raises; the rows are as they were then.
         """
+        if type(rows) is not int:
+            rows = whole_number(rows, "rows")
         if not 0 <= rows <= self.capacity:  # the buffer's own limit is rounded up to whole granules
             raise InvalidValueError(
                 f"resize of an ElasticTensor to {rows} rows",

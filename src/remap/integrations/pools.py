@@ -20,6 +20,7 @@ from remap.integrations.tensors import (
     Bytes,
     Tensor,
     device_number,
+    extents_of,
     shaped,
     size_of,
     tensor_at,
@@ -96,7 +97,7 @@ class Pool:
         Raises torch's `OutOfMemoryError` on CUDA, remap's on the host driver, and `PausedError` while the pool sleeps.
         """
         self._memory.check(f"a tensor in pool {self.tag!r}")
-        extents = _extents(shape)
+        extents = extents_of(shape)
         kind = type_of(dtype)
         size = size_of(kind, extents)
         if drivers.current().name == "cuda":
@@ -377,9 +378,3 @@ def _possible(kinds: frozenset[HandleType], at: int) -> frozenset[HandleType]:
     for kind in kinds:
         device(at).require(str(kind))
     return kinds
-
-
-def _extents(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
-    if len(shape) == 1 and not isinstance(shape[0], int):
-        return tuple(int(one) for one in shape[0])
-    return tuple(int(one) for one in shape)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -64,6 +65,25 @@ def type_of(dtype: Any) -> Any:
             f"a tensor of dtype {dtype!r}: torch takes types of its own, and Python's int, float and bool. "
             "Pass one as torch.float32 is"
         ) from None
+
+
+def whole_number(value: Any, what: str) -> int:
+    """Return an integer of any kind as Python's own; raises `TypeError` for all else, text and bool among it."""
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} {value!r}: it is a whole number") from None
+
+
+def extents_of(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Return what `empty(2, 3)` or `empty((2, 3))` was given, as a shape; raises `TypeError` for what is none."""
+    first: Any = shape[0] if len(shape) == 1 else None
+    whole = hasattr(first, "__iter__") and not isinstance(first, str | bytes)
+    return tuple(whole_number(one, "extent") for one in (first if whole else shape))
 
 
 def size_of(dtype: Any, shape: Sequence[int]) -> int:

@@ -45,7 +45,16 @@ from remap.integrations.sleeping import (
     status,
     wake,
 )
-from remap.integrations.tensors import Bytes, Tensor, device_of, size_of, span_of, tensor_at, type_of
+from remap.integrations.tensors import (
+    Bytes,
+    Tensor,
+    device_of,
+    extents_of,
+    size_of,
+    span_of,
+    tensor_at,
+    type_of,
+)
 from remap.integrations.tensors import torch as _torch
 from remap.locations import DeviceLike, LocationLike
 from remap.sharing.export import export as _export
@@ -138,7 +147,7 @@ def tensor(
     kind = type_of(dtype)
     if shape is None:
         shape = (max(buffer.size - offset, 0) // kind.itemsize,)
-    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    extents = extents_of((shape,))
     size = size_of(kind, extents)
     if not size:
         return _torch.empty(extents, dtype=kind)
