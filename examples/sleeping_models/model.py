@@ -23,6 +23,9 @@ PAGE = 16
 Around: TypeAlias = Callable[..., AbstractContextManager[None]]
 """Makes a context of the modules that are used inside of it."""
 
+LIKELIEST = 40
+"""A token is chosen among so many."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -154,8 +157,8 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Choose the next token among the 40 likeliest."""
-    best, which = logits.float().topk(40)
+    """Choose the next token among the likeliest."""
+    best, which = logits.float().topk(LIKELIEST)
     chosen = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
     return int(which[chosen])
 

@@ -24,13 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import PAGE, Decoder, ElasticCache, PlainCache, Shape, sample
+from model import LIKELIEST, PAGE, Decoder, ElasticCache, PlainCache, Shape, sample
 
 import remap
 from remap import MiB
 
 SLOTS = 16
 """How many sequences a step takes at most."""
+
+LONGEST_PROMPT = 8
+"""How many tokens a prompt has at most."""
 
 
 @dataclass
@@ -55,7 +58,7 @@ def requests(count: int, shape: Shape, seed: int) -> list[Request]:
     chance = random.Random(seed)
     made: list[Request] = []
     for number in range(count):
-        prompt = [chance.randrange(shape.vocabulary) for _ in range(chance.randint(2, 8))]
+        prompt = [chance.randrange(shape.vocabulary) for _ in range(chance.randint(2, LONGEST_PROMPT))]
         wanted = int(chance.lognormvariate(0, 1.2) * shape.longest / 20) + 1
         made.append(Request(number, prompt, min(wanted, shape.longest - len(prompt))))
     return made
@@ -446,25 +449,56 @@ BILLION = Shape(layers=22, width=2048, heads=32, kv_heads=4, inner=5632, vocabul
 """1.03 billion parameters."""
 
 
+def positive(text: str) -> int:
+    """Return an option's number."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: it is 1 or more")
+    return number
+
+
+def problem(shape: Shape, static: int, report: Path | None) -> str:
+    """Return what is wrong with options that are fine one by one, "" where nothing is."""
+    pages = -(-shape.longest // PAGE) + 1  # one belongs to the slots that are idle
+    if shape.width % (2 * shape.heads):
+        return f"--width {shape.width}: it is an even number for each of {shape.heads} heads"
+    if shape.heads % shape.kv_heads:
+        return f"--kv-heads {shape.kv_heads}: they divide the {shape.heads} heads"
+    if shape.vocabulary < LIKELIEST:
+        return f"--vocabulary {shape.vocabulary}: a token is chosen among {LIKELIEST}"
+    if shape.longest <= LONGEST_PROMPT:
+        return f"--longest {shape.longest}: a prompt has up to {LONGEST_PROMPT} tokens, and one is to follow"
+    if static * shape.longest < pages * PAGE:
+        return f"--static {static}: there are to be {pages} pages of {PAGE}, for {shape.longest} tokens and one idle"
+    if report is not None and not report.absolute().parent.is_dir():
+        return f"--report {report}: there is no such directory"
+    return ""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run, report, and return 0 if every token was right and the budget was kept."""
     whole = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=whole)
     parser.add_argument("--billion", action="store_true", help="a billion parameters each (on a GPU)")
     for name, value in asdict(Shape()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"{value} by default")
-    parser.add_argument("--requests", type=int, default=24, help="for each model")
-    parser.add_argument("--quantum", type=int, default=32, help="steps until the other model's turn")
-    parser.add_argument("--static", type=int, default=4, help="sequences of static caches in that memory")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=f"{value} by default")
+    parser.add_argument("--requests", type=positive, default=24, help="for each model")
+    parser.add_argument("--quantum", type=positive, default=32, help="steps until the other model's turn")
+    parser.add_argument(
+        "--static", type=positive, default=4, help="sequences of static caches in that memory"
+    )
     parser.add_argument("--live", action="store_true", help="show what happens")
     parser.add_argument("--report", type=Path, help="write the report there, as JSON")
     told = parser.parse_args(arguments)
+    chosen = {name: getattr(told, name) for name in asdict(Shape()) if getattr(told, name) is not None}
+    shape = replace(BILLION if told.billion else Shape(), **chosen)
+    wrong = problem(shape, told.static, told.report)
+    if wrong:
+        parser.error(wrong)
     if remap.driver().name != "cuda":
         remap.use("host", memory=512 * MiB, devices=1, coherent=True, integrated=False)
         torch.set_num_threads(1)  # on so small a model others would only wait for their turn
     on_gpu = remap.driver().name == "cuda"
-    chosen = {name: getattr(told, name) for name in asdict(Shape()) if getattr(told, name) is not None}
-    shape = replace(BILLION if told.billion else Shape(), **chosen)
     options = Options(
         device=torch.device("cuda", 0) if on_gpu else torch.device("cpu"),
         dtype=torch.bfloat16 if on_gpu else torch.float32,

@@ -36,7 +36,7 @@ from remap.errors import (
     context_renewed,
 )
 from remap.forks import in_child
-from remap.releases import Release, Rollback, Step, queued, undo
+from remap.releases import Release, Rollback, Step, end_block, queued, undo
 from remap.sites import sites
 from remap.types import Description, Facts
 
@@ -50,6 +50,7 @@ __all__ = [
     "capturing",
     "collect",
     "drain",
+    "end_block",
     "enter",
     "epoch",
     "leave",
@@ -221,9 +222,13 @@ class Resource:
         """Return the object itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close it. If the block failed, a refusal is a note on its error: what it made may be in the traceback."""
+        end_block(error, self.close)
+        if error is not None:
+            self._warns = (
+                False  # where it was refused, it goes when it is collected, and the note has said why
+            )
 
     def __del__(self) -> None:
         """Queue what an unclosed object owns, and warn."""

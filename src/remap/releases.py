@@ -123,6 +123,18 @@ class Rollback:
                 undo(error, call, *arguments)
 
 
+def end_block(error: BaseException | None, close: Callable[[], object]) -> None:
+    """Close what a `with` block was about; if the block failed, what that raises is a note on its error (trap 10)."""
+    if error is None:
+        close()
+        return
+    try:
+        close()
+    except Exception as second:  # noqa: BLE001 - whatever it is, the block's error is the one that the caller waits for
+        stays = ". It is open, and given back when it is collected" if isinstance(second, InUseError) else ""
+        error.add_note(f"and then: {second}{stays}")
+
+
 def undo(error: BaseException, call: Callable[..., Any], /, *arguments: Any) -> None:
     """Take a step back after `error`, which the caller raises again; a failure of it becomes a note there."""
     try:

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,45 @@ def test_closing_twice_does_nothing_the_second_time() -> None:
     memory.close()
     memory.close()
     assert memory.closed
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "buffer": lambda: remap.allocate(2 * MiB),
+    "elastic": lambda: remap.ElasticBuffer(2 * MiB),
+    "typed": lambda: remap.DeviceBuffer.zeroed(2 * MiB, "uint8", source="mapped"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_block_that_fails_raises_its_own_error(kind: str) -> None:
+    """A refusal to close is a note on it, and the memory goes, in silence, when it is collected (trap 10)."""
+    before = free()
+    with pytest.raises(ValueError, match="mine") as failed, MAKERS[kind]() as made:
+        (made.owner if kind == "typed" else made).registered("NCCL")
+        raise ValueError("mine")
+    (note,) = failed.value.__notes__
+    assert note.startswith("and then: ")
+    assert "registered with NCCL" in note
+    assert note.endswith("It is open, and given back when it is collected")
+    assert not made.closed
+    del made, failed
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert not told
+    assert remap.collect() == 1
+    assert free() == before
+
+
+def test_a_block_that_does_not_fail_raises_what_closing_does() -> None:
+    """Without an error of the block, the refusal is raised (invariant 3)."""
+    made = remap.allocate(2 * MiB)
+    registration = made.registered("NCCL")
+    with pytest.raises(remap.InUseError, match="registered"), made:
+        pass
+    assert not made.closed
+    registration.close()
+    made.close()
 
 
 def test_use_after_close_is_refused_by_name() -> None:

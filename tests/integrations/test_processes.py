@@ -87,6 +87,71 @@ def test_forked_children_are_inert(torch: Any) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_a_forked_child_is_told(torch: Any) -> None:
+    """All that it asks remap about memory of its parent is a `ForkedError`; memory of its own works (invariant 10)."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("a context does not survive a fork, and the child cannot ask")
+    done = run(
+        """
+        import warnings
+        warnings.simplefilter("ignore")
+        rows, pool = cache.tensor, torch.pools()["weights"]
+        with remap.group("plain"):
+            plain = remap.allocate(1, resident=0)
+        asked = {
+            "tensor": lambda: cache.tensor,
+            "view": lambda: cache.view(1),
+            "whole": lambda: cache.whole,
+            "resize": lambda: cache.resize(5),
+            "empty": lambda: pool.empty(3),
+            "segments": lambda: pool.segments,
+            "trim": pool.trim,
+            "backup": lambda: torch.backup(weights),
+            "backup of rows": lambda: torch.backup(rows),
+            "buffer_of": lambda: torch.buffer_of(weights[5:]),
+            "buffer_of rows": lambda: torch.buffer_of(cache),
+            "registered": lambda: torch.registered(weights, "NCCL"),
+            "export": lambda: torch.export(weights),
+            "sleep": lambda: torch.sleep("weights"),
+            "sleep of some": lambda: torch.sleep({"kv": None}),
+            "wake": lambda: torch.wake("weights"),
+            "pause": lambda: remap.pause("plain"),
+        }
+        child = os.fork()
+        if not child:
+            for again in range(2):
+                for name, ask in asked.items():
+                    try:
+                        ask()
+                    except remap.ForkedError:
+                        continue
+                    except BaseException as error:
+                        print(again, name, repr(error), file=sys.stderr)
+                    else:
+                        print(again, name, "was answered", file=sys.stderr)
+                if not again:
+                    remap.use("host", memory="64MiB", coherent=True, integrated=False)
+                    with torch.pool("its own"):
+                        mine = torch.empty(10).fill_(2)
+                    for name in ("backup", "backup of rows", "buffer_of", "registered", "export"):
+                        del asked[name]  # its own memory may lie at that address now
+            torch.sleep("its own")
+            assert torch.backup(mine).tolist() == [2] * 10
+            torch.wake()
+            cache.close()
+            assert mine.sum() == 20
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert float(weights.sum()) == 3 * (1 << 20)
+        del rows
+        cache.close()
+        plain.close()
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow
 def test_workers_of_a_data_loader(torch: Any) -> None:
     """Forked and spawned workers of a DataLoader work beside pools, and end."""

@@ -175,6 +175,37 @@ def test_the_backup_of_a_sleeping_tensor_is_writable(torch: Any, machine: Any) -
         machine.backup(tensor)
 
 
+def test_the_backup_of_lazy_views(torch: Any, machine: Any) -> None:
+    """A conjugate, or a negative, that is written through its backup has the values that were written."""
+    with machine.pool("weights"):
+        tensor = machine.empty(8, dtype=torch.complex64)
+    tensor.copy_(torch.arange(8) * (1 + 2j))
+    conjugate, negative = tensor[:4].conj(), tensor[4:].conj().imag
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    machine.sleep("weights")
+    copies = machine.backup(conjugate), machine.backup(negative)
+    assert copies[0].tolist() == [0, 1 - 2j, 2 - 4j, 3 - 6j]
+    assert copies[1].tolist() == [-8, -10, -12, -14]
+    copies[0].fill_(5 + 6j)
+    copies[1].fill_(7)
+    del copies
+    machine.wake("weights")
+    assert conjugate.tolist() == [5 + 6j] * 4
+    assert negative.tolist() == [7] * 4
+    assert tensor.tolist() == [5 - 6j] * 4 + [4 - 7j, 5 - 7j, 6 - 7j, 7 - 7j]
+
+
+def test_lazy_views_are_not_exported(torch: Any, machine: Any) -> None:
+    """The other process would read the memory, which holds other values."""
+    with machine.pool("shared", shareable="posix_fd"):
+        tensor = machine.empty(8, dtype=torch.complex64).fill_(1j)
+    for lazy in (tensor.conj(), tensor.conj().imag):
+        with pytest.raises(remap.InvalidValueError, match="lazy"):
+            machine.export(lazy)
+    machine.export(tensor.imag).close()
+
+
 def test_no_backup_without_contents(machine: Any) -> None:
     """A pool that was put to sleep with None has none; a tensor of no pool neither. Both are said."""
     (cache,) = filled(machine, "kv", 1)

@@ -291,3 +291,10 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(InvalidValueError):
         read(path)
+
+
+def test_a_trace_that_cannot_be_written_after_a_failure(tmp_path: Path) -> None:
+    """The block's own error is raised; that there is no file is a note on it (trap 10)."""
+    with pytest.raises(ValueError, match="mine") as failed, remap.trace(tmp_path / "nowhere" / "trace.json"):
+        raise ValueError("mine")
+    assert "No such file" in failed.value.__notes__[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias
 from remap.arrays import DeviceArray, check_shape, check_type
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
-from remap.lifetime import undo
+from remap.lifetime import end_block, undo
 from remap.locations import Device, device
 from remap.sizes import counted, parse_size
 from remap.spans import Span, host_array
@@ -205,9 +205,11 @@ class OwnedMemory(TypedMemory):
         """Return itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close it; if the block failed, what closing raises is a note on its error."""
+        end_block(error, self.close)
+        if error is not None and self._owned:
+            self.owner._warns = False  # as `Resource` does
 
     def __repr__(self) -> str:
         """Return shape, type and what it stands on."""

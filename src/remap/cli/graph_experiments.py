@@ -18,6 +18,7 @@ from remap.drivers.powers import SupportsPinned
 from remap.errors import RemapError
 from remap.graphs import Allocation, Executable, Graph, Series, Watch, graph_memory
 from remap.kernels import Pointer, load, shipped
+from remap.lifetime import end_block
 from remap.locations import Device
 from remap.streams import Stream
 
@@ -125,8 +126,8 @@ class Bench:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give everything back."""
-        self._held.close()
+        """Give everything back; if the block failed, what that raises is a note on its error."""
+        end_block(error, self._held.close)
 
     def stamps(self) -> NDArray[np.uint64]:
         """Return when each kernel began and ended, in nanoseconds of the device's timer; a row for each graph."""

@@ -18,7 +18,7 @@ from remap.arrays import DeviceArray
 from remap.collectives.layout import ARRIVALS, DATA, RESULT, STATUS
 from remap.errors import InvalidValueError, ShareError, not_supported
 from remap.kernels import Kernel, Module, load
-from remap.lifetime import Rollback
+from remap.lifetime import Rollback, end_block
 from remap.locations import Device, DeviceLike, device
 from remap.sharing.agreement import Agreement
 from remap.sharing.exchange import Exchange
@@ -200,9 +200,9 @@ class MulticastCollectives:
         """Return itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close it; if the block failed, what closing raises is a note on its error."""
+        end_block(error, self.close)
 
 
 def _fitting(which: DeviceLike | None) -> Device:

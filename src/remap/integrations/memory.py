@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 
 from remap import drivers, lifetime
 from remap.drivers.protocol import Driver
-from remap.errors import CudaResult, InvalidValueError, OutOfMemoryError, RemapError, driver_error
+from remap.errors import (
+    CudaResult,
+    ForkedError,
+    InvalidValueError,
+    OutOfMemoryError,
+    RemapError,
+    driver_error,
+)
 from remap.forks import in_child
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.functions import functions_of, options_of
 from remap.integrations.layout import Record, State
 from remap.integrations.table import Table
-from remap.lifetime import Release
+from remap.lifetime import Release, Resource
 from remap.locations import device, devices, explain_shortage
 from remap.residency import group
 from remap.sizes import format_size
@@ -113,6 +120,15 @@ class Memory:
             if found is None:
                 found = self.pools[tag] = PoolMemory(self, tag, make())
         return found
+
+    def check(self, asked: str) -> None:
+        """Raise `ForkedError` in a forked child; touches nothing else of this."""
+        if self.epoch != lifetime.epoch():
+            raise ForkedError(
+                asked,
+                rule="it was made before a fork, and its memory belongs to the parent",
+                next_step='Use `with remap.torch.pool("tag"):` anew in the child',
+            )
 
     def ready(self, at: int) -> None:
         """Let callbacks wait for a device's context before they unmap."""
@@ -227,6 +243,7 @@ class _Memories:
 
     def __init__(self) -> None:
         self.memory: Memory | None = None
+        self.inherited: list[Memory] = []  # those of the processes that this one was forked from
         self.tables: dict[tuple[str, int], Table] = {}
         self.lock = threading.Lock()
 
@@ -257,8 +274,38 @@ def _table(driver: Driver) -> Table:
     return found
 
 
+def segment_at(address: int, at: int | None, asked: str, inherited: Resource | None = None) -> AdoptedBuffer:
+    """Return the segment that an address lies in; raises as `Memory.segment_at` does, and `ForkedError`.
+
+    That is for segments of the parent of a forked child, and for `inherited`, what else of the parent's lay there: the
+    child may have memory of its own at the same addresses, which comes first.
+    """
+    if _memories.memory is None:
+        _check_inherited(address, asked, inherited)  # before a table is compiled, which takes seconds
+    try:
+        return memory().segment_at(address, at, asked)
+    except InvalidValueError:
+        _check_inherited(address, asked, inherited)
+        raise
+
+
+def _check_inherited(address: int, asked: str, inherited: Resource | None) -> None:
+    if inherited is not None:
+        inherited._check()
+    # Without their locks, which other threads may have held in the parent.
+    if any(one.covers(address, None) for found in _memories.inherited for one in found._segments.values()):
+        raise ForkedError(
+            f"{asked} of a tensor at {address:#x}",
+            rule="it lies in a pool of the process that this one was forked from, and its memory is not here",
+            next_step="Copy it with .clone() or .cpu() before the fork, or start this process with spawn",
+        )
+
+
 def _renew() -> None:
     _memories.lock = threading.Lock()
+    if _memories.memory is not None:
+        _memories.inherited.append(_memories.memory)
+        _memories.memory = None
 
 
 in_child(_renew)

@@ -20,6 +20,7 @@ from remap.integrations.tensors import (
     Bytes,
     Tensor,
     device_number,
+    extents_of,
     shaped,
     size_of,
     tensor_at,
@@ -66,6 +67,7 @@ class Pool:
     @property
     def segments(self) -> tuple[AdoptedBuffer, ...]:
         """Its memory, as buffers, oldest first. Each stays torch's: it can sleep, move and be shared, but not close."""
+        self._memory.check(f"the segments of pool {self.tag!r}")
         self._memory.reap()
         return tuple(self._memory.adopt(self._pool))
 
@@ -79,6 +81,7 @@ class Pool:
 
         On CUDA it empties torch's other caches, too. Memory of graphs stays.
         """
+        self._memory.check(f"pool {self.tag!r} to be trimmed")
         self._memory.reap()
         before = sum(one.size for one in self._memory.adopt(self._pool))
         self._drop_caches()
@@ -93,7 +96,8 @@ class Pool:
 
         Raises torch's `OutOfMemoryError` on CUDA, remap's on the host driver, and `PausedError` while the pool sleeps.
         """
-        extents = _extents(shape)
+        self._memory.check(f"a tensor in pool {self.tag!r}")
+        extents = extents_of(shape)
         kind = type_of(dtype)
         size = size_of(kind, extents)
         if drivers.current().name == "cuda":
@@ -197,6 +201,7 @@ class Pool:
 
     @contextmanager
     def _visiting(self, devices: Sequence[int]) -> Generator[None]:
+        self._memory.check(f"pool {self.tag!r} to be entered")
         with self._memory.lock:
             if self._moving:
                 raise InUseError(f"pool {self.tag!r} to be entered", rule=f"it is being {self._moving}")
@@ -373,9 +378,3 @@ def _possible(kinds: frozenset[HandleType], at: int) -> frozenset[HandleType]:
     for kind in kinds:
         device(at).require(str(kind))
     return kinds
-
-
-def _extents(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
-    if len(shape) == 1 and not isinstance(shape[0], int):
-        return tuple(int(one) for one in shape[0])
-    return tuple(int(one) for one in shape)  # type: ignore[arg-type]

@@ -12,11 +12,12 @@ from remap import drivers
 from remap.buffers.base import Buffer
 from remap.buffers.registrations import Registration
 from remap.errors import InUseError, InvalidValueError, ShareError
-from remap.integrations.adopted import AdoptedBuffer
+from remap.integrations.elastic_tensor import ElasticTensor
+from remap.integrations.lookup import buffer_at
 from remap.integrations.memory import memory
 from remap.integrations.pools import Pool, empty_caches, pools
-from remap.integrations.tensors import Tensor, device_of, span_of, torch
-from remap.lifetime import undo
+from remap.integrations.tensors import Tensor, span_of, torch
+from remap.lifetime import end_block, undo
 from remap.residency import Moved, Waking, groups, pause, resume
 from remap.residency import backup as backup_of
 from remap.residency.results import Progress
@@ -80,9 +81,10 @@ def wake(
 ) -> Moved | Arriving:
     """Wake pools, all that sleep by default, with the contents that were kept; all of them or none.
 
-    The options are those of `remap.resume`; `order` names tensors or modules that are needed first. With `events=True`
-    it returns an `Arriving` as soon as all is mapped: let streams wait there for what they use. With `exchange`, all
-    its ranks call this together, and wake together or not at all: a rank that was not short of memory sleeps again.
+    The options are those of `remap.resume`; `order` names tensors, modules or ElasticTensors that are needed first.
+    With `events=True` it returns an `Arriving` as soon as all is mapped: let streams wait there for what they use. With
+    `exchange`, all its ranks call this together, and wake together or not at all: a rank that was not short of memory
+    sleeps again.
 
     Raises what `remap.resume` raises; everything sleeps on then, and can be woken later.
     """
@@ -206,9 +208,9 @@ class Arriving:
         """Return itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Wait for the rest."""
-        self.waking.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Wait for the rest; if the block failed, what that raises is a note on its error."""
+        end_block(error, self.waking.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,24 +262,37 @@ def status() -> dict[str, PoolStatus]:
 def backup(tensor: Tensor) -> Tensor:
     """Return the backup of a sleeping tensor as a CPU tensor of its shape and strides; what is written there wakes.
 
-    While it or a view of it lives, its memory refuses to wake. Raises `InvalidValueError` for a tensor that is awake,
-    lies in no pool, or whose contents were given up.
+    Of an `ElasticTensor` it is that of the rows there are. While it or a view of it lives, its memory refuses to wake.
+    Raises `InvalidValueError` for a tensor that is awake, lies in no pool, or whose contents were given up.
     """
+    buffer = buffer_at(tensor, "the backup")
+    if isinstance(tensor, ElasticTensor):
+        tensor = tensor.whole[: tensor.rows]
     start, size = span_of(tensor)
-    segment = memory().segment_at(start, device_of(tensor), "the backup")
-    raw = torch.from_numpy(backup_of(segment))[start - segment.record.address :][:size]
+    kept = torch.from_numpy(backup_of(buffer))
     if not size:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    raw = kept[start - buffer._address :][:size]
+    if len(raw) < size:
+        raise InvalidValueError(
+            f"the backup of a tensor of {size} bytes",
+            rule=f"only {len(raw)} of them had memory when it went to sleep",
+            next_step="Pass the ElasticTensor itself, for the rows there are",
+        )
+    found = raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    # What the tensor shows of its memory: otherwise what is written here would wake as something else.
+    if tensor.is_conj():
+        found = found.conj()
+    return torch._neg_view(found) if tensor.is_neg() else found
 
 
-def buffer_of(tensor: Tensor) -> AdoptedBuffer:
+def buffer_of(tensor: Tensor) -> Buffer:
     """Return the segment that a tensor lies in, as a buffer: to migrate it, register it, or be told of changes.
 
-    Other tensors may lie in it, too. It is torch's: it cannot be closed.
+    Other tensors may lie in it, too. It is torch's: it cannot be closed. Of an `ElasticTensor`, and of a view of one,
+    it is `ElasticTensor.buffer`.
     """
-    start, _ = span_of(tensor)
-    return memory().segment_at(start, device_of(tensor), "the buffer")
+    return buffer_at(tensor, "the buffer")
 
 
 def registered(tensor: Tensor, by: str) -> Registration:
@@ -335,9 +350,8 @@ def _segments_of(what: Iterable[Any]) -> list[Buffer]:
             found[one] = None
             continue
         for tensor in _tensors((one,)):
-            start, size = span_of(tensor)
-            if size:
-                found[memory().segment_at(start, device_of(tensor), "the order")] = None
+            if tensor.numel():
+                found[buffer_at(tensor, "the order")] = None
     return list(found)
 
 
@@ -348,5 +362,7 @@ def _tensors(what: Iterable[Any]) -> Iterator[Tensor]:
             yield from one.buffers()
         elif hasattr(one, "untyped_storage"):
             yield one
+        elif isinstance(one, ElasticTensor):
+            yield one.whole
         else:
             raise TypeError(f"tensors and modules are in pools, not {type(one)}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from remap import dlpack
+from remap import dlpack, drivers
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
 from remap.integrations.support import missing
@@ -36,8 +38,10 @@ class Bytes:
         }
 
 
-def tensor_at(driver: Any, device: int, holder: Bytes) -> Tensor:
+def tensor_at(driver: Any, device: int, holder: Bytes | NDArray[np.uint8]) -> Tensor:
     """Return a tensor of bytes over memory that need not be mapped yet; it keeps `holder` alive.
+
+    Its storage is just these bytes: torch copies storages where it saves or pickles a tensor.
 
     Not by the array interface, which asks the driver about the address: DLPack says what it is.
     """
@@ -61,6 +65,25 @@ def type_of(dtype: Any) -> Any:
             f"a tensor of dtype {dtype!r}: torch takes types of its own, and Python's int, float and bool. "
             "Pass one as torch.float32 is"
         ) from None
+
+
+def whole_number(value: Any, what: str) -> int:
+    """Return an integer of any kind as Python's own; raises `TypeError` for all else, text and bool among it."""
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} {value!r}: it is a whole number") from None
+
+
+def extents_of(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Return what `empty(2, 3)` or `empty((2, 3))` was given, as a shape; raises `TypeError` for what is none."""
+    first: Any = shape[0] if len(shape) == 1 else None
+    whole = hasattr(first, "__iter__") and not isinstance(first, str | bytes)
+    return tuple(whole_number(one, "extent") for one in (first if whole else shape))
 
 
 def size_of(dtype: Any, shape: Sequence[int]) -> int:
@@ -88,8 +111,23 @@ def device_of(tensor: Tensor) -> int | None:
 
 
 def device_number(one: Any) -> int:
-    """Return the number of a device: remap's, torch's, a number, or a name such as "cuda:1"."""
+    """Return the number of a device: remap's, torch's, a number, or a name such as "cuda:1".
+
+    None, and a name without a number, is the device that is current for torch where CUDA is the driver, and remap's
+    default elsewhere. Raises `InvalidValueError` for a name of what the driver's memory is not ("meta", say).
+    """
+    on_cuda = drivers.current().name == "cuda"
     if isinstance(one, str | torch.device):
-        index = torch.device(one).index
-        return 0 if index is None else int(index)
+        named = torch.device(one)
+        if named.type not in (("cuda",) if on_cuda else ("cuda", "cpu")):
+            raise InvalidValueError(
+                f"memory of remap on torch's device {str(named)!r}",
+                rule="the driver in use is CUDA"
+                if on_cuda
+                else "the driver in use simulates devices for CPU torch",
+                next_step="Name a device by its number, or leave it out",
+            )
+        one = named.index
+    if one is None and on_cuda:
+        return int(torch.cuda.current_device())
     return device(one).index

@@ -21,7 +21,9 @@ from typing import Any
 
 from remap.errors import InvalidValueError
 from remap.exports import Export
+from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.elastic_tensor import ElasticTensor
+from remap.integrations.lookup import buffer_at
 from remap.integrations.memory import memory
 from remap.integrations.pools import (
     Pool,
@@ -43,7 +45,16 @@ from remap.integrations.sleeping import (
     status,
     wake,
 )
-from remap.integrations.tensors import Bytes, Tensor, device_of, size_of, span_of, tensor_at, type_of
+from remap.integrations.tensors import (
+    Bytes,
+    Tensor,
+    device_of,
+    extents_of,
+    size_of,
+    span_of,
+    tensor_at,
+    type_of,
+)
 from remap.integrations.tensors import torch as _torch
 from remap.locations import DeviceLike, LocationLike
 from remap.sharing.export import export as _export
@@ -136,7 +147,7 @@ def tensor(
     kind = type_of(dtype)
     if shape is None:
         shape = (max(buffer.size - offset, 0) // kind.itemsize,)
-    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    extents = extents_of((shape,))
     size = size_of(kind, extents)
     if not size:
         return _torch.empty(extents, dtype=kind)
@@ -166,11 +177,24 @@ def export(tensor: Tensor, *, access: Access | str = Access.READ_WRITE, **option
     """Export a tensor of a shareable pool for other processes to `remap.torch.open`: type, shape and strides go along.
 
     From then on its segment refuses to sleep, since others would go on using the old memory; `sleep(detach=True)` lets
-    them. Other options are those of `remap.export`.
+    them. Other options are those of `remap.export`. Raises `InvalidValueError` for views of an `ElasticTensor`, and for
+    lazy conjugates and negatives, which are no memory.
     """
+    buffer = buffer_at(tensor, "the export")
+    if not isinstance(buffer, AdoptedBuffer):
+        raise InvalidValueError(
+            "the export of rows of an ElasticTensor",
+            rule="its memory has no handles for other processes",
+            next_step='Copy them into a tensor of `with remap.torch.pool("tag", shareable="posix_fd"):`',
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidValueError(
+            "the export of a lazy conjugate or negative",
+            rule="the memory holds the values without that",
+            next_step="Export what it is a view of, and take the view in the other process",
+        )
     start, size = span_of(tensor)
-    segment = memory().segment_at(start, device_of(tensor), "export")
-    exported = _export(segment, offset=start - segment.record.address, size=size, access=access, **options)
+    exported = _export(buffer, offset=start - buffer._address, size=size, access=access, **options)
     name = str(tensor.dtype).removeprefix("torch.")
     return ExportedTensor(exported, name, tuple(tensor.shape), tuple(tensor.stride()))
 

@@ -13,6 +13,7 @@ import atexit
 import datetime
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
@@ -22,7 +23,7 @@ from remap import drivers, lifetime
 from remap.drivers.wrappers import Call
 from remap.errors import InUseError, InvalidValueError
 from remap.handles import PhysicalAllocation
-from remap.lifetime import Resource
+from remap.lifetime import Resource, end_block
 from remap.locations import known_devices
 from remap.observe.calls import CallRecord, taps
 from remap.observe.reading import FileLike
@@ -86,11 +87,11 @@ class Trace:
         taps.listeners.append(self._hear)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End it, and write the file."""
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """End it, and write the file; if the block failed, and that fails, too, it is a note on the block's error."""
         self.end()
         if self.path is not None:
-            self.save(self.path)
+            end_block(error, partial(self.save, self.path))
 
     def end(self) -> None:
         """Stop recording. Ending again does nothing."""
@@ -158,7 +159,7 @@ def from_environment() -> None:
         if os.getpid() != process:
             return
         try:
-            whole.__exit__()
+            whole.__exit__(None, None, None)
         except OSError as error:
             step = "Name a file in a directory where this process may write"
             sys.stderr.write(f"remap: REMAP_TRACE={named}: no trace was written: {error}. {step}\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.buffers.base import Buffer
 from remap.buffers.sources import mapped_only
-from remap.errors import InvalidValueError
+from remap.errors import ForkedError, InvalidValueError
 from remap.lifetime import Resource, epoch, on_creation
 from remap.sizes import counted
 
@@ -79,10 +79,12 @@ class _Groups:
     def __init__(self) -> None:
         self.epoch = epoch()
         self.by_tag: dict[str, Group] = {}
+        self.inherited: set[str] = set()
 
     def of_this_process(self) -> dict[str, Group]:
         """Return them."""
         if self.epoch != epoch():
+            self.inherited.update(self.by_tag)
             self.epoch, self.by_tag = epoch(), {}
         return self.by_tag
 
@@ -110,8 +112,14 @@ def groups() -> dict[str, Group]:
 
 
 def known(tag: str) -> Group:
-    """Return the group of a tag; raises `InvalidValueError` if there never was one."""
+    """Return the group of a tag; raises `InvalidValueError` if there never was one, `ForkedError` for the parent's."""
     found = _groups.of_this_process().get(tag)
+    if found is None and tag in _groups.inherited:
+        raise ForkedError(
+            f"group {tag!r} in a forked process",
+            rule="its buffers were made before the fork, and belong to the parent",
+            next_step="Let the parent do this, or make the memory anew in the child",
+        )
     if found is None:
         names = ", ".join(repr(name) for name in _groups.of_this_process()) or "none"
         raise InvalidValueError(f"group {tag!r}", rule=f"there is no such group; those there are: {names}")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from remap.buffers.base import allocate
 from remap.errors import ClosedError, ForkedError, InUseError, RemapError, RemapWarning, ShareError
-from remap.lifetime import epoch
+from remap.lifetime import end_block, epoch
 from remap.locations import LocationLike
 from remap.sharing.channel import Channel, Fds, deadline_in
 from remap.sharing.descriptor import Descriptor
@@ -244,14 +244,9 @@ class BrokerClient:
         """Return itself."""
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Disconnect; what is still open after an error stays connected until it is closed."""
-        try:
-            self.close()
-        except InUseError as second:
-            if error is None:
-                raise
-            error.add_note(f"and then: {second}")
+        end_block(error, self.close)
 
     # -- messages --
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from remap.errors import InUseError, InvalidValueError, ShareError
+from remap.releases import end_block
 from remap.sharing.channel import Channel, Fds, close_in_child
 
 _PATH_LIMIT = 107  # sockaddr_un.sun_path has 108 bytes, the last one 0
@@ -87,9 +88,9 @@ class Listener:
         """Return itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close it; if the block failed, what closing raises is a note on its error."""
+        end_block(error, self.close)
 
 
 def connect(path: Path, *, deadline: float) -> Channel:
