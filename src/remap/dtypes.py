@@ -32,7 +32,7 @@ def parse_dtype(dtype: Any) -> Any:
     try:
         return np.dtype(name if text.startswith("torch.") else dtype)
     except TypeError as error:
-        raise TypeError(f"a dtype is one of NumPy's, such as 'float32', and not {dtype!r}: {error}") from None
+        raise TypeError(f"a dtype is one of NumPy's, such as 'float32', not {dtype!r}: {error}") from None
 
 
 def added(name: str) -> Any:

@@ -167,21 +167,26 @@ class Buffer(Span):
         for address, size in runs(self._chunks):
             self._driver.unmap(address, size)
 
-    def _map_chunks(self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback) -> None:
-        """Map allocations for `chunks`, with the buffer's rights; `rollback` unmaps them if its block fails.
+    def _map_chunks(
+        self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback, *, full: bool = False
+    ) -> None:
+        """Map allocations for `chunks`, with their rights; `rollback` unmaps them if its block fails.
 
-        The caller releases the handles.
+        `full` gives what forks share the buffer's own rights, to be filled. The caller releases the handles.
         """
         for chunk, handle in zip(chunks, handles, strict=True):
             rollback.undo(self._driver.unmap, chunk.address, chunk.size)
             self._driver.map(chunk.address, chunk.size, handle)
-        for run in self._granted_runs(chunks):
+        for run in Buffer._granted_runs(self, chunks) if full else self._granted_runs(chunks):
             self._driver.set_access(*run)
 
     def _granted_runs(self, chunks: Sequence[Chunk]) -> list[tuple[int, int, Grants]]:
-        """Return (address, size, rights) of chunks, for the calls that give them the buffer's rights."""
+        """Return (address, size, rights) of chunks, for the calls that give them the rights that they are to have."""
         grants = tuple(self._rights.items())
         return [(address, size, grants) for address, size in runs(chunks)] if grants else []
+
+    def _relocated(self) -> None:
+        """Count chunks that lie elsewhere now, for whoever counts them by location."""
 
     def _changed(self) -> None:
         """Count a change of what stands behind the address, and tell those who asked; call without the lock."""

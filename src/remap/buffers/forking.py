@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Self
 
 from remap.buffers.growth import Change, GrowingBuffer
-from remap.buffers.shares import alias, read_only, separate
+from remap.buffers.shares import alias, separate
 from remap.errors import InUseError, InvalidValueError
-from remap.lifetime import Rollback, undo
+from remap.lifetime import undo
 from remap.locations import AccessLike
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import Chunk
@@ -35,11 +35,11 @@ class ForkingBuffer(GrowingBuffer):
                 with self._excluding("forked"):
                     self._wait("forked", Known.STREAMS)
                     alias(self, twin)
+                twin._opened()
             except BaseException as error:
-                if twin._reserved:
-                    undo(error, self._driver.free_range, twin._address, twin._reserved)
+                if not twin._open:  # else it goes like any other that is not closed
+                    undo(error, twin._detach().run)
                 raise
-            twin._opened()
         for told in self._heirs:
             told(twin)
         return twin
@@ -71,20 +71,10 @@ class ForkingBuffer(GrowingBuffer):
         last = self._size if stop is None else parse_size(stop, "stop")
         self._check_bounds("make_private", first, last)
         with self._change("made private"):
-            chunks = self._shared_chunks(first, last)
-            alone = [chunk for chunk in chunks if self._sole(chunk)]
-            shared = [chunk for chunk in chunks if not self._sole(chunk)] if len(alone) < len(chunks) else []
-            with Rollback() as rollback:
-                for chunk in alone if self._granted else ():
-                    rollback.undo(
-                        self._driver.set_access, chunk.address, chunk.size, read_only(self._granted)
-                    )
-                    self._driver.set_access(chunk.address, chunk.size, self._granted)
-                if shared:
-                    separate(self, shared)
             with self._driver.lock:
-                for chunk in alone:
-                    del self._shares[chunk.address]
+                shared = self._reclaim(self._shared_chunks(first, last))
+            if shared:
+                separate(self, shared)
         if shared:
             self._changed()
         return Change(mapped=sum(chunk.size for chunk in shared))
@@ -124,7 +114,8 @@ class ForkingBuffer(GrowingBuffer):
     def _still_shared(self, start: int, stop: int) -> list[Chunk]:
         """Return the chunks of a part that forks have as well; the caller holds the lock."""
         shared = self._shared_chunks(start, stop)
-        return shared if self._changing or self._taken or self._paused else self._reclaim(shared)
+        busy = self._taken or self._paused or self._changing == "made private"
+        return shared if busy else self._reclaim(shared)
 
     def _reclaim(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Give chunks that no fork has any more their rights back, and return the others; the caller holds the lock."""

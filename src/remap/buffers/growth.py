@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -353,17 +354,19 @@ class GrowingBuffer(ChangingBuffer):
         share = self._shares.get(chunk.address)
         return share is None or share.turn(place)
 
-    def _changed(self) -> None:
-        if self._shares and not self._paused:
-            with self._driver.lock:
-                self._supply.moved([chunk for chunk in self._chunks if self._turned(chunk, chunk.location)])
-                self._supply.label(self._chunks)
-        elif not self._paused:
+    def _relocated(self) -> None:
+        if self._paused:
+            return  # it counts nowhere
+        if self._shares:
+            self._supply.moved([chunk for chunk in self._chunks if self._turned(chunk, chunk.location)])
+            self._supply.label(self._chunks)
+        else:
             self._supply.moved(self._chunks)
-        super()._changed()
 
-    def _map_chunks(self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback) -> None:
-        super()._map_chunks(chunks, handles, rollback)
+    def _map_chunks(
+        self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback, *, full: bool = False
+    ) -> None:
+        super()._map_chunks(chunks, handles, rollback, full=full)
         rollback.undo(self._lose, chunks)
         if self._shares:
             self._supply.gained([chunk for chunk in chunks if self._turned(chunk, chunk.location)])
@@ -384,7 +387,7 @@ class GrowingBuffer(ChangingBuffer):
         backed = [] if self._paused else self._chunks
         own = [chunk for chunk in backed if self._sole(chunk)] if self._shares else backed
         steps: list[Step] = [
-            (_unmap_all, (self._supply, self._address, self._reserved, own, self._ahead)),
+            (_unmap_all, (self._supply, self._address, self._reserved, own, self._ahead, [])),
             # Those of a buffer that sleeps, too: the forks that are left need not wait for it when they wake.
             (leave, (self._leaving(self._chunks) if self._shares else [], self._driver.lock)),
             (self._driver.free_range, (self._address, self._reserved)),
@@ -392,10 +395,16 @@ class GrowingBuffer(ChangingBuffer):
         return Release(0, steps, self._wait_on_close())
 
 
-def _unmap_all(supply: Supply, address: int, size: int, chunks: list[Chunk], ahead: Ahead | None) -> None:
-    if ahead is None:
-        supply.unmap(address, size, chunks)
-        return
-    with ahead.leaving():
-        supply.unmap(address, size, chunks)
-    ahead.end()
+def _unmap_all(
+    supply: Supply, address: int, size: int, chunks: list[Chunk], ahead: Ahead | None, begun: list[bool]
+) -> None:
+    """Unmap everything. Doing so again, after an interrupt, unmaps what is left, and pools keep none of it."""
+    again, begun[:] = bool(begun), [True]
+    with nullcontext() if ahead is None else ahead.leaving():
+        if again:
+            supply.driver.unmap(address, size)
+            supply.lose(chunks)
+        else:
+            supply.unmap(address, size, chunks)
+    if ahead is not None:
+        ahead.end()

@@ -229,7 +229,10 @@ class RingBuffer(Buffer):
             for at, size, place in tuple(self._chunks)
         )
 
-    def _map_chunks(self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback) -> None:
+    def _map_chunks(
+        self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback, *, full: bool = False
+    ) -> None:
+        del full  # nothing of a ring is shared with forks
         driver, ring = self._driver, self._size
         for chunk, handle in zip(chunks, handles, strict=True):
             for view in (0, ring):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remap.buffers.base import Buffer, runs
 from remap.chunks.pool import ChunkPool, release_all
 from remap.handles import reserve_range
-from remap.lifetime import Rollback, undo
+from remap.lifetime import Release, Rollback, queued, undo
+from remap.locations import in_context
 from remap.spans import Chunk
 from remap.streams import Queue
 from remap.types import Access, Grants, Location
@@ -48,12 +49,14 @@ class Left(NamedTuple):
     last: bool
 
 
-def leave(all_left: Iterable[Left], lock: AbstractContextManager[Any]) -> None:
-    """Count one user less of each."""
+def leave(all_left: list[Left], lock: AbstractContextManager[Any]) -> None:
+    """Count one user less of each, and empty the list: doing so again goes on after an interrupt."""
     lost: list[Left] = []
     with lock:
-        for left in all_left:
+        while all_left:
+            left = all_left[-1]
             left.share.users -= 1
+            del all_left[-1]
             if not left.share.users and not left.last:  # another one left at the same time
                 lost.append(left)
     for left in lost:
@@ -69,7 +72,8 @@ def read_only(grants: Grants) -> Grants:
 def alias(source: GrowingBuffer, child: GrowingBuffer) -> None:
     """Map everything behind `source` into `child` as well, which has nothing yet, read-only in both.
 
-    The caller keeps everybody else from using either, and has waited. After a failure both are as they were.
+    The caller keeps everybody else from using either, and has waited. After a failure both are as they were. An
+    interrupt that comes when all is mapped leaves `child` with all of it, to be given back.
     """
     driver, chunks = source._driver, source._chunks
     granted = source._granted
@@ -93,19 +97,27 @@ def alias(source: GrowingBuffer, child: GrowingBuffer) -> None:
         if granted:
             for address, size in runs(copies):
                 driver.set_access(address, size, read_only(granted))
-    with driver.lock:
-        for chunk in alone:
-            source._shares[chunk.address] = Share(chunk.location)
-        for chunk, copy in zip(chunks, copies, strict=True):
-            share = source._shares[chunk.address]
-            share.users += 1
-            child._shares[copy.address] = share
-            if chunk.address in source._supply.lent:
-                child._supply.lent[copy.address] = source._supply.lent[chunk.address]
-        child._chunks = copies
-        child._front = source._front
-        child._extents = source._extents.copy()
-        child._size = source._size
+        shares = {**source._shares, **{chunk.address: Share(chunk.location) for chunk in alone}}
+        counted = [shares[chunk.address] for chunk in chunks]
+        lent = source._supply.lent
+        pools = {copy.address: lent.get(copy.address - offset) for copy in copies}
+        known = {copy.address: share for copy, share in zip(copies, counted, strict=True)}
+        extents = source._extents.copy()
+        with driver.lock:
+            child._supply.lent.update({at: pool for at, pool in pools.items() if pool is not None})
+            # No call from here on: all of it is noted, or nothing.
+            child._chunks, child._extents = copies, extents
+            child._front, child._size = source._front, source._size
+            source._shares, child._shares = shares, known
+            try:
+                while counted:
+                    counted[-1].users += 1
+                    del counted[-1]
+            finally:
+                while counted:  # an interrupt came
+                    counted[-1].users += 1
+                    del counted[-1]
+                rollback.steps = []
 
 
 def separate(buffer: GrowingBuffer, chunks: Sequence[Chunk]) -> None:
@@ -118,25 +130,36 @@ def separate(buffer: GrowingBuffer, chunks: Sequence[Chunk]) -> None:
     driver, supply = buffer._driver, buffer._supply
     lent = {chunk.address: supply.lent.pop(chunk.address, None) for chunk in chunks}
     handles: list[int] = []
+    leftovers: Release | None = None
     try:
         for chunk in chunks:
             handles.append(supply.take(chunk))  # noqa: PERF401 (it may fail half-way)
         _copy(buffer, chunks, handles)
         with buffer._excluding("made private"):
             buffer._wait("made private", Known.STREAMS)
+            shares = buffer._shares
+            left = [Left(shares[chunk.address], chunk.size, lent[chunk.address], False) for chunk in chunks]
+            gone = {chunk.address for chunk in chunks}
+            kept = {address: share for address, share in shares.items() if address not in gone}
             old = _put(buffer, chunks, handles)
-            with driver.lock:
-                left = [
-                    Left(buffer._shares.pop(chunk.address), chunk.size, lent[chunk.address], False)
-                    for chunk in chunks
-                ]
+            # No call before it is noted what is left to do: an interrupt finds either all of it undone, or that.
+            leftovers = Release(0, [(leave, (left, driver.lock))])
+            leftovers.steps += [(driver.release, (handle,)) for handle in (*old, *handles)]
+            buffer._shares = kept
     except BaseException as error:
+        if leftovers is not None:
+            queued.append(leftovers)
+            raise
         supply.lose(chunks[: len(handles)])
         supply.lent.update({address: pool for address, pool in lent.items() if pool is not None})
         undo(error, release_all, driver, handles)
         raise
-    leave(left, driver.lock)
-    release_all(driver, [*old, *handles])
+    try:
+        leftovers.run()
+    except BaseException:
+        if not leftovers.begun:
+            queued.append(leftovers)
+        raise
 
 
 def _copy(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]) -> None:
@@ -145,6 +168,7 @@ def _copy(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]
     size = sum(chunk.size for chunk in chunks)
     copier = buffer._actor("make_private", Access.READ, None, None)
     start = at = reserve_range(driver, size)
+    queue: Queue | None = None
     try:
         for chunk, handle in zip(chunks, handles, strict=True):
             driver.map(at, chunk.size, handle)
@@ -156,11 +180,12 @@ def _copy(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]
                 if queue is None:
                     ctypes.memmove(at, chunk.address, chunk.size)
                 else:
-                    with waited_for(driver, queue):
-                        driver.copy(at, chunk.address, chunk.size, queue.handle)
+                    driver.copy(at, chunk.address, chunk.size, queue.handle)
                 at += chunk.size
         driver.unmap(start, size)
     except BaseException as error:
+        if queue is not None:
+            undo(error, in_context, queue.device, driver.synchronize_stream, queue.handle)
         undo(error, driver.unmap, start, size)
         undo(error, driver.free_range, start, size)
         raise
@@ -217,7 +242,7 @@ def footprint(buffers: Buffer | Iterable[Buffer]) -> dict[Location, int]:
     seen: set[Share] = set()
     for buffer in dict.fromkeys((buffers,) if isinstance(buffers, Buffer) else buffers):
         buffer._check()
-        shares: dict[int, Share] = getattr(buffer, "_shares", {})
+        shares: Mapping[int, Share] = getattr(buffer, "_shares", {})  # of a room above
         for chunk in buffer._backing():
             share = shares.get(chunk.address)
             if share is None or share not in seen:

@@ -333,9 +333,9 @@ class Nodes:
                 f"{asked} of {size} bytes", rule=f"there are {max(room, 0)} bytes, and one at least is moved"
             )
         self._check_uses(asked, _used(ends), behind)
-        spans = [end.span for end in ends if end.span is not None]
+        uses = self._memory(ends, size)
         with self._driver.lock:
-            check_uses(spans, self.device.location, asked)
+            check_uses(uses, self.device.location, asked)
 
     def _memory(self, ends: Sequence[_End], size: int) -> list[MemoryUse]:
         """Return which parts of buffers a node uses, for the launches that look at them again."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from remap.drivers.graph_powers import CaptureMode, SupportsCapture
@@ -42,7 +42,7 @@ class Capture:
             raise missing("captures", f"a capture on {self.device}")
         self._driver = driver
         self._mode = mode
-        self._held = ExitStack()  # what is on while the capture is; dropped with it, too
+        self._held = _under_way()  # dropped with it, too
         self._recorded: Sequence[Recorded] = ()
         self._allocations: dict[int, Allocation] = {}
         self._graph: Graph | None = None
@@ -89,9 +89,8 @@ class Capture:
         """Begin the capture."""
         if self._on or self._graph is not None:
             raise InUseError("a second use of a capture", rule="it captures once", next_step="Make another")
+        self._recorded = self._held.__enter__()
         try:
-            self._held.enter_context(capturing())
-            self._recorded = self._held.enter_context(launches.recording())
             with self.device.current():
                 self._begun = not self.device._driver.stream_capturing(self._queue.handle)
                 self._driver.begin_capture(self._queue.handle, self._mode)
@@ -124,7 +123,7 @@ class Capture:
             graph._keeps = used
             self._graph = graph
             self._recorded = ()
-            self._held.close()
+            self._held.__exit__(None, None, None)
         except BaseException as failed:
             if graph is not None:
                 undo(failed, graph.close)
@@ -136,7 +135,7 @@ class Capture:
 
     def _discard(self, error: BaseException) -> None:
         """Let the stream go after `error`, without a graph."""
-        self._held.close()
+        self._held.__exit__(None, None, None)
         self._recorded = ()
         begun, self._begun = self._begun, False
         if begun:
@@ -179,6 +178,13 @@ class Capture:
             elif not queue.gone() and _captured(queue):
                 found[_key(queue)] = queue
         return found
+
+
+@contextmanager
+def _under_way() -> Generator[Sequence[Recorded]]:
+    """Hold releases back and record uses while a capture is on. Not an `ExitStack`: an interrupt would leave it on."""
+    with capturing(), launches.recording() as found:
+        yield found
 
 
 def capture(stream: StreamLike | None = None, *, mode: CaptureMode | str = CaptureMode.RELAXED) -> Capture:

@@ -7,12 +7,30 @@ from typing import TypeAlias
 
 from remap.buffers.base import Buffer
 from remap.buffers.changes import shares_of
+from remap.buffers.forking import ForkingBuffer
 from remap.buffers.shares import Share
 from remap.residency.stores import Asleep, Keep
 from remap.spans import Chunk
 
 Carriers: TypeAlias = Mapping[Share, Buffer]
 """Which buffer carries each chunk that forks share."""
+
+
+def reclaim(buffers: Iterable[Buffer]) -> None:
+    """Let buffers that are awake have what no fork has any more for themselves."""
+    for buffer in buffers:
+        if isinstance(buffer, ForkingBuffer) and buffer._shares:
+            with buffer._driver.lock:
+                buffer._reclaim(buffer._shared_chunks(0, buffer.capacity))
+
+
+def forget_sole(buffers: Iterable[Buffer]) -> None:
+    """Do the same for buffers that sleep: nothing is mapped, so that there are no rights to be given back."""
+    for buffer in buffers:
+        if isinstance(buffer, ForkingBuffer) and buffer._shares:
+            with buffer._driver.lock:
+                for address in [at for at, share in buffer._shares.items() if share.users == 1]:
+                    del buffer._shares[address]
 
 
 def carriers(plans: Mapping[Buffer, Keep]) -> Carriers:

@@ -31,6 +31,8 @@ class Portion:
 
     __slots__ = ("_handles", "backup", "buffer", "chunks", "done", "events", "gone", "offset")
 
+    _full = False  # whether it is filled with other rights than it has in the end
+
     def __init__(self, buffer: Buffer, backup: Asleep, chunks: Sequence[Chunk], offset: int) -> None:
         self.buffer = buffer
         self.backup = backup
@@ -47,9 +49,9 @@ class Portion:
         Somebody outside knows the address, and nothing would keep them from it; or it is brought by other means.
         """
         buffer = self.buffer
-        known = buffer._listeners or (buffer._known_uses is not None and buffer._known_uses.escaped)
         if shares_of(buffer):  # forks have it mapped as well, once it is there
             return True
+        known = buffer._listeners or (buffer._known_uses is not None and buffer._known_uses.escaped)
         return bool(known) or self.backup.file is not None or None in map(self._actor, self.chunks)
 
     def copier(self, chunk: Chunk) -> Device:
@@ -67,7 +69,7 @@ class Portion:
         """Map the memory and queue the copies into it; whoever undoes that waits for the copies first."""
         backup, offset = self.backup, self.offset
         with driver.lock:
-            self.buffer._map_chunks(self.chunks, self._handles, rollback)
+            self.buffer._map_chunks(self.chunks, self._handles, rollback, full=self._full)
         rollback.undo(flow.wait)
         for index, chunk in enumerate(self.chunks if backup.keep is not None or poison else ()):
             at, target = flow.reach(self.buffer, chunk, writes=True)
@@ -105,8 +107,21 @@ class Portion:
         return actor(self.buffer, chunk.location, writes=True)
 
 
+class Carried(Portion):
+    """A few chunks that forks share, brought by the first of them: filled with its own rights, then lowered."""
+
+    __slots__ = ()
+
+    _full = True
+
+    def lower(self, driver: Any) -> None:
+        """Let nobody write any more; the copies have ended."""
+        for run in self.buffer._granted_runs(self.chunks):
+            driver.set_access(*run)
+
+
 class Borrowed(Portion):
-    """A few chunks of one buffer that another one of the same resume brings: its forks have the same memory mapped.
+    """A few chunks of one buffer that another one of the same resume carries, whose memory is mapped here as well.
 
     `origins` are the addresses where that one has them.
     """

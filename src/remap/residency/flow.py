@@ -6,7 +6,6 @@ from collections import deque
 from typing import Any, Self
 
 from remap.buffers.base import Buffer
-from remap.buffers.changes import shares_of
 from remap.lifetime import Release, Step, undo
 from remap.locations import Device, device, in_context
 from remap.ranges import Chunk
@@ -80,8 +79,7 @@ class Flow:
 
     def reach(self, buffer: Buffer, chunk: Chunk, *, writes: bool) -> tuple[Device, int]:
         """Return the device that copies a chunk, and at which address: in a window of it where none has the right."""
-        lowered = writes and chunk.address in shares_of(buffer)
-        at = None if lowered else actor(buffer, chunk.location, writes=writes)
+        at = actor(buffer, chunk.location, writes=writes)
         if at is not None:
             return at, chunk.address
         at = near(chunk.location)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -172,8 +173,11 @@ class _Move:
         """Put the new memory behind the addresses; `rollback` puts the old memory back."""
         driver, buffer, shares = self._driver, self.buffer, shares_of(self.buffer)
         with driver.lock:
+            left = deque(self.chunks)
             for address, size in () if buffer._paused else runs(self.chunks):
-                some = [chunk for chunk in self.chunks if address <= chunk.address < address + size]
+                some: list[Chunk] = []
+                while left and left[0].address < address + size:
+                    some.append(left.popleft())
                 granted = buffer._granted_runs(some)
                 for run in granted:
                     rollback.undo(driver.set_access, *run)
@@ -217,6 +221,8 @@ class _Move:
 def _finish(moves: list[_Move], leftovers: Release) -> RemapError | None:
     for move in moves:
         move.buffer._shared = False
+        with move.buffer._driver.lock:
+            move.buffer._relocated()
     try:
         leftovers.run()
     except RemapError as error:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from remap import drivers
 from remap.buffers.base import Buffer
+from remap.buffers.changes import shares_of
 from remap.errors import InvalidValueError, PausedError, RemapError
 from remap.lifetime import Rollback, drain
 from remap.locations import device
 from remap.residency.arenas import Extent
 from remap.residency.disk import DiskFile, backup_directory, check_space
-from remap.residency.families import Carriers, carried, carried_bytes, carriers, note_sources
+from remap.residency.families import Carriers, carried, carried_bytes, carriers, note_sources, reclaim
 from remap.residency.flow import Flow, near
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
@@ -93,6 +94,7 @@ def pause(
         if notes:
             check_forks(plans, "paused")
         wait_for_work(plans, after, "paused")
+        reclaim(plans)
         by = carriers(plans)
         before = free_memory(plans)
         backups: dict[Buffer, Asleep] = {}
@@ -134,7 +136,8 @@ def backup(buffer: Buffer) -> NDArray[np.uint8]:
                 rule="it is not paused",
                 next_step='Pause it first: remap.pause(buffer, keep="host")',
             )
-        if asleep(buffer).sources:
+        elsewhere = any(source is not None for source, _ in asleep(buffer).sources)
+        if elsewhere or any(share.users > 1 for share in shares_of(buffer).values()):
             raise InvalidValueError(
                 f"the backup of {buffer.describe()}",
                 rule="it shares chunks with forks, and what is shared was kept once for all of them",

@@ -15,8 +15,8 @@ from remap.errors import InvalidValueError, OutOfMemoryError
 from remap.lifetime import Rollback, drain, undo
 from remap.locations import in_context
 from remap.ranges import Chunk
-from remap.residency.families import carried, carriers
-from remap.residency.feed import Borrowed, Portion, Worker
+from remap.residency.families import carried, carriers, forget_sole
+from remap.residency.feed import Borrowed, Carried, Portion, Worker
 from remap.residency.flow import Flow
 from remap.residency.hostpool import current_pool
 from remap.residency.results import Moved, Progress
@@ -147,6 +147,7 @@ def _wake(
 ) -> Moved | Waking:
     pool = current_pool(driver)
     backups = [asleep(buffer) for buffer in buffers]
+    forget_sole(buffers)
     portions = _portions(buffers, backups)
     total = sum(
         chunk.size
@@ -186,8 +187,11 @@ def _wake(
                     portion.release(driver)
                     portion.done = True
                 jobs.run(keep_host)
-                if not events:
+                carried_once = [portion for portion in portions if isinstance(portion, Carried)]
+                if carried_once or not events:
                     flow.finish()
+                for portion in carried_once:
+                    portion.lower(driver)
                 rollback.undo(_put_to_sleep, buffers, backups)
                 with driver.lock:  # nothing can fail any more
                     for buffer in buffers:
@@ -234,14 +238,39 @@ def _portions(buffers: Sequence[Buffer], backups: Sequence[Asleep]) -> list[Port
 
 
 def _portions_of_fork(buffer: Buffer, backup: Asleep, origins: dict[Share, int]) -> Iterator[Portion]:
-    """Yield a portion for each chunk; `origins` are the addresses where what is shared is brought first."""
+    """Yield portions of a buffer that shares; `origins` are the addresses where what is shared is brought first."""
     shares = shares_of(buffer)
-    for chunk, (source, offset) in zip(buffer._chunks, backup.sources, strict=True):
+    some: list[Chunk] = []
+    kind: type[Portion] = Portion
+    source, start, end = backup, 0, 0
+    for chunk, (noted, offset) in zip(buffer._chunks, backup.sources, strict=True):
         share = shares.get(chunk.address)
-        if share is None or origins.setdefault(share, chunk.address) == chunk.address:
-            yield Portion(buffer, source or backup, [chunk], offset)
-        else:
-            yield Borrowed(buffer, backup, [chunk], [origins[share]])
+        mine = share is None or origins.setdefault(share, chunk.address) == chunk.address
+        own: type[Portion] = (Portion if share is None else Carried) if mine else Borrowed
+        place = noted or backup
+        if some and ((own, place, offset) != (kind, source, end) or end - start >= _AT_ONCE):
+            yield _portion(kind, buffer, source, some, start, shares, origins)
+            some = []
+        if not some:
+            kind, source, start = own, place, offset
+        some.append(chunk)
+        end = offset + chunk.size
+    if some:
+        yield _portion(kind, buffer, source, some, start, shares, origins)
+
+
+def _portion(
+    kind: type[Portion],
+    buffer: Buffer,
+    source: Asleep,
+    chunks: list[Chunk],
+    offset: int,
+    shares: Mapping[int, Share],
+    origins: Mapping[Share, int],
+) -> Portion:
+    if kind is Borrowed:
+        return Borrowed(buffer, source, chunks, [origins[shares[chunk.address]] for chunk in chunks])
+    return kind(buffer, source, chunks, offset)
 
 
 def _create(driver: Any, portion: Portion, rollback: Rollback) -> None:

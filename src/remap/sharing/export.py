@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from remap.arrays import DeviceArray
 from remap.buffers.base import Buffer
+from remap.buffers.forking import ForkingBuffer
 from remap.buffers.plain import PlainMemory
 from remap.errors import InUseError, InvalidValueError, ShareError, not_supported
 from remap.lifetime import Rollback
@@ -111,6 +112,12 @@ def _take(
                     f"export of {span.describe()}",
                     rule="its contents are still arriving",
                     next_step="Close what remap.resume returned",
+                )
+            if isinstance(span, ForkingBuffer) and span._still_shared(0, span.capacity):
+                raise InUseError(
+                    f"export of {span.describe()}",
+                    rule="it shares chunks with forks, which importers would go on using when those write or move",
+                    next_step="Call make_private() first, or close the forks",
                 )
             chunks, offset, first = _chunks_of(span, start, size)
             span._identity = span._identity or secrets.token_bytes(IDENTITY_BYTES)
