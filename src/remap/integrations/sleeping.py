@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,8 +21,10 @@ from remap.lifetime import undo
 from remap.residency import Moved, Waking, groups, pause, resume
 from remap.residency import backup as backup_of
 from remap.residency.results import Progress
+from remap.residency.resuming import put_back
 from remap.residency.stores import Keep, asleep
 from remap.residency.tags import known as known_group
+from remap.residency.targets import announce
 from remap.sharing.exchange import Exchange
 from remap.uses import After, Known
 
@@ -81,8 +84,12 @@ def wake(
     """Wake pools, all that sleep by default, with the contents that were kept; all of them or none.
 
     The options are those of `remap.resume`; `order` names tensors or modules that are needed first. With `events=True`
-    it returns an `Arriving` as soon as all is mapped: let streams wait there for what they use. With `exchange`, all
-    its ranks call this together, and wake together or not at all: a rank that was not short of memory sleeps again.
+    it returns an `Arriving` as soon as all is mapped: let streams wait there for what they use.
+
+    With `exchange`, all its ranks call this together with the same tags, and wake together or not at all: a rank that
+    was not short of memory sleeps again. Host memory of the backups is kept then, as with `keep_host=True`, so that
+    going back to sleep asks for none. Listeners (`on_change`) are called when every rank is awake; what one of them
+    raises is raised here, with everything awake.
 
     Raises what `remap.resume` raises; everything sleeps on then, and can be woken later.
     """
@@ -128,40 +135,54 @@ def _together(
     exchange: Exchange, tags: str | Iterable[str] | None, order: Iterable[Any], options: dict[str, Any]
 ) -> Moved:
     """Wake on all ranks, or on none: whatever goes wrong on one, the others hear of it at once."""
-    moved: Moved | None = None
+    names = None if tags is None else sorted(_plan(tags, None))
     failure: BaseException | None = None
+    moved: Moved | Waking | None = None
+    changed: list[Buffer] = []
     chosen: list[Pool] = []
     kept: dict[Buffer, Keep] = {}
     with ExitStack() as held:
         try:
-            chosen, buffers = held.enter_context(_waking(tags))
-            kept = {buffer: _keep(buffer) for buffer in buffers}
-            moved = resume(buffers, events=False, order=_segments_of(order), **options)
-        except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
-            failure = error
-        try:
-            told = exchange.allgather(
-                b"" if failure is None else (str(failure) or "it failed").encode()[:4096]
-            )
+            try:
+                chosen, buffers = held.enter_context(_waking(names))
+                kept = {buffer: _keep(buffer) for buffer in buffers}
+                # Listeners are not told yet: one that registers memory would keep it from sleeping again.
+                moved, changed = put_back(buffers, events=False, order=_segments_of(order), **options)
+            except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
+                failure = error
+            why = b"" if failure is None else (str(failure) or "it failed").encode()[:4096]
+            told = exchange.allgather(json.dumps(names).encode() + b"\0" + why)
+            if failure is not None:
+                raise failure
+            _check_all_woke(told)
         except BaseException as error:
-            if moved is not None:
-                undo(error, pause, kept)
+            awake = {one: keep for one, keep in kept.items() if not (one.closed or one.paused)}
+            if awake:
+                undo(error, pause, awake)
             raise
-        if failure is not None:
-            raise failure
-        failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
-        if failed:
-            refusal = ShareError(
-                "a wake on all ranks",
-                rule="; ".join(f"rank {rank} could not: {text}" for rank, text in failed.items()),
-                next_step="All ranks sleep again, with what they had; mend that, and wake them together again",
-            )
-            undo(refusal, pause, kept)
-            raise refusal
         for pool in chosen:
             pool._asleep = False
-    assert moved is not None
+    announce(changed)
+    assert isinstance(moved, Moved)
     return moved
+
+
+def _check_all_woke(told: Sequence[bytes]) -> None:
+    """Raise the same `ShareError` on every rank, but for one that failed itself, unless all woke the same tags."""
+    parts = [one.partition(b"\0") for one in told]
+    texts = [(named.decode(errors="replace"), why.decode(errors="replace")) for named, _, why in parts]
+    rule = "; ".join(f"rank {rank} could not: {why}" for rank, (_, why) in enumerate(texts) if why)
+    if not rule and len({named for named, _ in texts}) > 1:
+        rule = "all ranks name the same tags, and " + ", ".join(
+            f"rank {rank} named {'all that sleep' if named == 'null' else named}"
+            for rank, (named, _) in enumerate(texts)
+        )
+    if rule:
+        raise ShareError(
+            "a wake on all ranks",
+            rule=rule,
+            next_step="All ranks sleep again, with what they had; mend that, and wake them together again",
+        )
 
 
 class Arriving:

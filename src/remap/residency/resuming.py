@@ -100,6 +100,33 @@ def resume(
     waits for the rest. Buffers whose addresses were given away are mapped before it returns, and what is read from a
     file has arrived.
     """
+    woken, changed = put_back(
+        buffers,
+        wait=wait,
+        order=order,
+        events=events,
+        keep_host=keep_host,
+        progress=progress,
+        poison=poison,
+    )
+    announce(changed)
+    return woken
+
+
+def put_back(
+    buffers: Targets,
+    *,
+    wait: float,
+    order: Targets | None,
+    events: bool,
+    keep_host: bool,
+    progress: Progress | None,
+    poison: bool,
+) -> tuple[Moved | Waking, list[Buffer]]:
+    """Do what `resume` does and tell no listeners; return who has changed, too.
+
+    For callers who may have to take it back: listeners are told when it is final.
+    """
     start = time.perf_counter()
     drain()
     driver = drivers.current()
@@ -131,8 +158,7 @@ def resume(
         # Held by nobody while it waits: closing one of the buffers, for instance, must stay possible.
         _wait_for_memory(asked, deadline, pause)
         pause = min(2 * pause, _LONGEST_WAIT)
-    announce(asked)
-    return waking
+    return waking, asked
 
 
 def _wake(
