@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from remap import drivers, lifetime
 from remap.drivers.protocol import Driver
-from remap.errors import CudaResult, InvalidValueError, OutOfMemoryError, RemapError, driver_error
+from remap.errors import CudaResult, InUseError, InvalidValueError, OutOfMemoryError, RemapError, driver_error
 from remap.forks import in_child
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.functions import functions_of, options_of
@@ -48,6 +48,8 @@ class PoolMemory:
         self.tag = tag
         self.memory = memory
         self.asked = asked
+        # Whether it sleeps while it holds nothing: segments say it of themselves, and nothing else is asked then.
+        self.slept = False
         options = {at: options_of(*one) for at, one in asked.items()}
         self.number = memory.table.add_pool(tag, options)
         self.allocate_address, self.free_address = memory.table.entry(self.number)
@@ -150,20 +152,23 @@ class Memory:
     def known(self, pool: PoolMemory) -> list[AdoptedBuffer]:
         """Return the segments of a pool that are buffers already; no other one can sleep."""
         with self.lock:
-            return [one for one in self._segments.values() if one.record.pool == pool.number]
+            return [
+                one for one in self._segments.values() if one.record.pool == pool.number and not one.closed
+            ]
 
     def find(self, address: int, at: int | None) -> AdoptedBuffer | None:
-        """Return the segment, known as a buffer, that an address lies in."""
+        """Return the segment, known as a buffer, that an address lies in.
+
+        The latest: an earlier one may have been freed by the framework, and not be reaped yet.
+        """
         with self.lock:
-            return next((one for one in self._segments.values() if one.covers(address, at)), None)
+            found = [one for one in self._segments.values() if one.covers(address, at) and not one.closed]
+        return max(found, key=lambda one: one.record.serial, default=None)
 
     def segment_at(self, address: int, at: int | None, asked: str) -> AdoptedBuffer:
         """Return the segment that an address lies in; raises `InvalidValueError` where no pool made it."""
+        self.adopt(*self.pools.values())  # what was known there may be gone, and another one in its place
         found = self.find(address, at)
-        if found is None or found.closed:
-            self.reap()
-            self.adopt(*self.pools.values())
-            found = self.find(address, at)
         if found is None:
             raise InvalidValueError(
                 f"{asked} of a tensor at {address:#x}",
@@ -175,23 +180,27 @@ class Memory:
     def reap(self) -> int:
         """Settle what the framework has freed meanwhile; return how many segments that were. May wait for work."""
         lifetime.drain()
-        gone: list[AdoptedBuffer] = []
-        vanished: list[AdoptedBuffer] = []
+        freed: list[tuple[tuple[int, int], AdoptedBuffer, bool]] = []
         with self.lock:
             known = {key[0] for key in self._segments}
             for at in sorted(known):
                 states = {record.serial: record.state for record in self.table.records(at)}
                 for key in [key for key in self._segments if key[0] == at]:
                     state = states.get(key[1])
-                    if state in (None, State.PENDING):  # a pending one is unmapped by `drain`
-                        vanished.append(self._segments.pop(key))
-                    elif state == State.GONE:
-                        gone.append(self._segments.pop(key))
-        for segment in vanished:
-            segment.vanish()
-        for segment in gone:
-            segment.give_back()
-        return len(gone) + len(vanished) + self._drain()
+                    if state in (None, State.PENDING, State.GONE):  # a pending one is unmapped by `drain`
+                        freed.append((key, self._segments[key], state == State.GONE))
+        count = 0
+        for key, segment, ours in freed:
+            slept = segment.paused
+            try:
+                (segment.give_back if ours else segment.vanish)()
+            except InUseError:  # another thread moves or uses it just now: the next call finds it again
+                continue
+            with self.lock:
+                count += self._segments.pop(key, None) is not None
+                if not slept:
+                    self.pools[segment.tag].slept = False
+        return count + self._drain()
 
     @contextmanager
     def capturing(self) -> Generator[None]:

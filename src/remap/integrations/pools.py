@@ -58,10 +58,9 @@ class Pool:
         self._pool: PoolMemory = found.pool(tag, self._asked)
         self._routes: dict[int, routing.Route] = {}
         self._entered = 0
-        self._asleep = False
         self._moving = ""
-        with group(tag):  # from now on the tag is known, whether anything is made in it or not
-            pass
+        with group(tag) as made:  # from now on the tag is known, whether anything is made in it or not
+            self._group = made
 
     @property
     def segments(self) -> tuple[AdoptedBuffer, ...]:
@@ -71,8 +70,9 @@ class Pool:
 
     @property
     def asleep(self) -> bool:
-        """Whether it was put to sleep: it cannot be entered then, and its tensors cannot be used."""
-        return self._asleep or any(one.paused for one in self._memory.known(self._pool))
+        """Whether it sleeps: it cannot be entered then, and its tensors cannot be used."""
+        held = self._memory.known(self._pool) or self._group.buffers
+        return any(one.paused for one in held) if held else self._pool.slept
 
     def trim(self) -> int:
         """Give back memory that holds no tensor; return how many bytes that were.
@@ -190,6 +190,13 @@ class Pool:
         finally:
             with self._memory.lock:
                 self._moving = ""
+
+    def _note_sleep(self) -> None:
+        # Where all there is are other buffers of its group, those tell, and may go unseen.
+        self._pool.slept = bool(self._memory.known(self._pool)) or not self._group.buffers
+
+    def _note_wake(self) -> None:
+        self._pool.slept = False
 
     def _drop_caches(self) -> None:
         for route in list(self._routes.values()):

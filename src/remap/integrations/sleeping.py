@@ -18,7 +18,7 @@ from remap.integrations.memory import memory
 from remap.integrations.pools import Pool, empty_caches, pools
 from remap.integrations.tensors import Tensor, device_of, span_of, torch
 from remap.lifetime import undo
-from remap.residency import Moved, Waking, groups, pause, resume
+from remap.residency import Moved, Waking, groups, pause
 from remap.residency import backup as backup_of
 from remap.residency.results import Progress
 from remap.residency.resuming import put_back
@@ -66,7 +66,7 @@ def sleep(
         found.segments(plan)
         moved = pause(plan, after=after, progress=progress, directory=directory, detach=detach)
         for pool in chosen:
-            pool._asleep = True
+            pool._note_sleep()
     return moved
 
 
@@ -104,14 +104,11 @@ def wake(
         return _together(exchange, tags, order or (), options)
     with _waking(tags) as (chosen, buffers):
         options["order"] = _segments_of(order or ())
-        woken: Moved | Arriving
-        if events:
-            options.pop("progress")
-            woken = Arriving(resume(buffers, events=True, **options))
-        else:
-            woken = resume(buffers, events=False, **options)
+        moved, changed = put_back(buffers, events=events, settle=memory().reap, **options)
         for pool in chosen:
-            pool._asleep = False
+            pool._note_wake()
+    woken = Arriving(moved) if isinstance(moved, Waking) else moved
+    announce(changed)
     return woken
 
 
@@ -147,7 +144,9 @@ def _together(
                 chosen, buffers = held.enter_context(_waking(names))
                 kept = {buffer: _keep(buffer) for buffer in buffers}
                 # Listeners are not told yet: one that registers memory would keep it from sleeping again.
-                moved, changed = put_back(buffers, events=False, order=_segments_of(order), **options)
+                moved, changed = put_back(
+                    buffers, events=False, order=_segments_of(order), settle=memory().reap, **options
+                )
             except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
                 failure = error
             why = b"" if failure is None else (str(failure) or "it failed").encode()[:4096]
@@ -161,8 +160,8 @@ def _together(
                 undo(error, pause, awake)
             raise
         for pool in chosen:
-            pool._asleep = False
-    announce(changed)
+            pool._note_wake()
+    announce(one for one in changed if not one.closed)  # tensors may be deleted while the ranks agree
     assert isinstance(moved, Moved)
     return moved
 
@@ -261,8 +260,9 @@ def status() -> dict[str, PoolStatus]:
         buffers = known[tag].buffers if tag in known else ()
         kept: dict[str, int] = {}
         for buffer in buffers:
-            if buffer.paused:
-                where = asleep(buffer).keep or "nowhere"
+            backup: Any = buffer._backup  # read once: it may be woken, or closed, meanwhile
+            if buffer.paused and backup is not None:
+                where = backup.keep or "nowhere"
                 kept[where] = kept.get(where, 0) + sum(chunk.size for chunk in buffer._chunks)
         slept = pools()[tag].asleep if tag in pools() else bool(kept)
         told[tag] = PoolStatus(
@@ -270,7 +270,7 @@ def status() -> dict[str, PoolStatus]:
             state="asleep" if slept else "awake",
             segments=len(buffers),
             size=sum(buffer.size for buffer in buffers),
-            resident=sum(sum(buffer.footprint().values()) for buffer in buffers),
+            resident=sum(chunk.size for buffer in buffers for chunk in buffer._backing()),
             kept=kept,
             shared=sum(buffer._shared for buffer in buffers),
             devices=tuple(sorted({place.index for buffer in buffers for place in buffer.resident if place.is_device})),
@@ -344,7 +344,7 @@ def _keep(buffer: Buffer) -> Keep:
 
 
 def _asleep() -> set[str]:
-    slept = {tag for tag, pool in pools().items() if pool.asleep}
+    slept = {tag for tag, pool in list(pools().items()) if pool.asleep}
     return slept | {tag for tag, one in groups().items() if any(buffer.paused for buffer in one.buffers)}
 
 

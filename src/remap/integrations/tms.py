@@ -252,7 +252,7 @@ def _name(tag: str, keep: Keep) -> str:
 def _pools(tag: str | None) -> Iterator[tuple[str, Keep]]:
     """Yield the pools of a tag, or of all tags, each with what is kept of it."""
     keeps: tuple[Keep, ...] = ("host", "disk", None)
-    for name in pools():
+    for name in list(pools()):
         for keep in keeps:
             suffix = f"/{keep or 'none'}"
             if (

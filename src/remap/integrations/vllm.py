@@ -266,4 +266,4 @@ def _name(tag: str) -> str:
 
 
 def _tags() -> list[str]:
-    return [name[5:] for name in pools() if name.startswith("vllm/")]
+    return [name[5:] for name in list(pools()) if name.startswith("vllm/")]
