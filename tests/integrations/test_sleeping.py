@@ -552,3 +552,28 @@ def test_an_address_that_is_used_again(torch: Any, machine: Any) -> None:
     native.free(new)
     assert old.closed
     assert new.closed
+
+
+def test_modules_that_lie_in_part_elsewhere(torch: Any, machine: Any) -> None:
+    """What a module has outside of the pools that wake needs no waiting; a module with nothing there is a mistake."""
+    layer, elsewhere = torch.nn.Linear(64, 64), torch.nn.Linear(4, 4)
+    layer.register_buffer("steps", torch.zeros(3))
+    with torch.no_grad():
+        with machine.pool("weights"):
+            layer.weight.data = machine.empty_like(layer.weight).copy_(layer.weight)
+        with machine.pool("biases"):
+            layer.bias.data = machine.empty_like(layer.bias).copy_(layer.bias)
+    kept = layer.weight.detach().clone()
+    with machine.pool("kv"):
+        keys = machine.ElasticTensor(100, 1024, rows=2)
+    machine.sleep(["weights", "kv", "biases"])
+    for wrong in (elsewhere, layer.steps, layer.bias):
+        with pytest.raises(remap.InvalidValueError, match="none of it lies"):
+            machine.wake(["weights", "kv"], order=[wrong])
+    assert machine.status()["weights"].state == "asleep"
+    with machine.wake(["weights", "kv"], order=[keys.whole, layer], events=True) as arriving:
+        arriving.wait_for(layer)
+        assert torch.equal(layer.weight, kept)
+    machine.wake("biases", order=[layer])
+    keys.close()
+    del layer

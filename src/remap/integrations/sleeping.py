@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ def wake(
 ) -> Moved | Arriving:
     """Wake pools, all that sleep by default, with the contents that were kept; all of them or none.
 
-    The options are those of `remap.resume`; `order` names tensors or modules that are needed first. With `events=True`
+    The options are those of `remap.resume`; `order` names tensors or modules that are needed first, as far as they lie
+    in these pools. With `events=True`
     it returns an `Arriving` as soon as all is mapped: let streams wait there for what they use.
 
     With `exchange`, all its ranks call this together with the same tags, and wake together or not at all: a rank that
@@ -103,7 +105,7 @@ def wake(
     if exchange is not None:
         return _together(exchange, tags, order or (), options)
     with _waking(tags) as (chosen, buffers):
-        options["order"] = _segments_of(order or ())
+        options["order"] = _order(order or (), buffers)
         moved, changed = put_back(buffers, events=events, settle=memory().reap, **options)
         for pool in chosen:
             pool._note_wake()
@@ -145,7 +147,7 @@ def _together(
                 kept = {buffer: _keep(buffer) for buffer in buffers}
                 # Listeners are not told yet: one that registers memory would keep it from sleeping again.
                 moved, changed = put_back(
-                    buffers, events=False, order=_segments_of(order), settle=memory().reap, **options
+                    buffers, events=False, order=_order(order, buffers), settle=memory().reap, **options
                 )
             except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
                 failure = error
@@ -348,17 +350,29 @@ def _asleep() -> set[str]:
     return slept | {tag for tag, one in groups().items() if any(buffer.paused for buffer in one.buffers)}
 
 
-def _segments_of(what: Iterable[Any]) -> list[Buffer]:
-    """Return the buffers that tensors, modules and buffers lie in, each once, in order."""
+def _order(what: Iterable[Any], buffers: Iterable[Buffer]) -> list[Buffer]:
+    """Return those of the buffers that tensors, modules and buffers lie in, each once, in order.
+
+    What lies elsewhere has nothing to wait for: parts of modules are left out. Raises `InvalidValueError` for a tensor
+    or a module with nothing at all in them.
+    """
+    among = sorted(buffers, key=lambda one: one._address)
+    addresses = [one._address for one in among]
     found: dict[Buffer, None] = {}
     for one in what:
         if isinstance(one, Buffer):
             found[one] = None
             continue
-        for tensor in _tensors((one,)):
-            start, size = span_of(tensor)
-            if size:
-                found[memory().segment_at(start, device_of(tensor), "the order")] = None
+        spans = [span for tensor in _tensors((one,)) if (span := span_of(tensor))[1]]
+        below = [(start, bisect_right(addresses, start) - 1) for start, _ in spans]
+        mine = [among[at] for start, at in below if at >= 0 and start < addresses[at] + among[at]._reserved]
+        if spans and not mine:
+            raise InvalidValueError(
+                f"a {type(one).__name__} in order=",
+                rule="none of it lies in the memory that is to be woken",
+                next_step="Name its pool, too, or leave it out of order=",
+            )
+        found.update(dict.fromkeys(mine))
     return list(found)
 
 
