@@ -549,7 +549,7 @@ def test_an_address_that_is_used_again(torch: Any, machine: Any) -> None:
             break
     new = machine.buffer_of(tensor)
     assert new.record.serial > old.record.serial
-    native.free(new)
+    native.free_segment(new)
     assert old.closed
     assert new.closed
 

@@ -82,16 +82,17 @@ class PoolMemory:
         assert found is not None
         return found
 
-    def free(self, segment: AdoptedBuffer) -> None:
-        """Free a segment as a framework would."""
-        if not segment.closed:
+    def free_segment(self, segment: AdoptedBuffer) -> None:
+        """Free a segment as a framework would. Doing so again frees nothing else, whatever is at its address then."""
+        if not (segment.closed or segment.freed):
+            segment.freed = True  # set before the call: an interrupt comes when it has returned
             self._free(segment.record.address, segment.record.requested, segment.device, 0)
-            self.memory.reap()
+        self.memory.reap()
 
     def free_later(self, segment: AdoptedBuffer) -> None:
         """Free a segment at the next call that opens or closes something; for finalisers (invariant 4)."""
         if lifetime.epoch() == self.memory.epoch:
-            lifetime.queued.append(Release(0, [(self.free, (segment,))]))
+            lifetime.queued.append(Release(0, [(self.free_segment, (segment,))]))
 
 
 class Memory:
@@ -106,7 +107,7 @@ class Memory:
         )  # for the lists here; never held while waiting, or while the driver works
         self.pools: dict[str, PoolMemory] = {}
         self._segments: dict[tuple[int, int], AdoptedBuffer] = {}
-        self._captures = 0
+        self._captures: set[object] = set()
 
     def pool(self, tag: str, make: Callable[[], dict[int, Asked]]) -> PoolMemory:
         """Return the pool of a tag; `make` says what a new one asks for by device."""
@@ -205,20 +206,25 @@ class Memory:
     @contextmanager
     def capturing(self) -> Generator[None]:
         """Let callbacks wait for nothing during a capture."""
-        with self.lock:
-            self._captures += 1
-            self.table.set_captures(self._captures)
+        token = object()
         try:
+            with self.lock:
+                self._captures.add(token)
+                self.table.set_captures(len(self._captures))
             yield
         finally:
+            self._captures.discard(token)
             with self.lock:
-                self._captures -= 1
-                self.table.set_captures(self._captures)
+                self.table.set_captures(len(self._captures))
 
     def _drain(self) -> int:
         """Give back what was freed during captures, once there is none any more that is known."""
-        if self._captures:
-            return 0
+        with self.lock:
+            self.table.set_captures(
+                len(self._captures)
+            )  # an interrupt at the end of one may have left it out
+            if self._captures:
+                return 0
         count = 0
         for one in devices() if self.pools else ():
             if self.table.counters(one.index).pending:

@@ -16,7 +16,7 @@ from remap.buffers.registrations import Registration
 from remap.errors import InUseError, InvalidValueError, ShareError
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.memory import memory
-from remap.integrations.pools import Pool, empty_caches, pools
+from remap.integrations.pools import Pool, empty_caches, moving, pools
 from remap.integrations.tensors import Tensor, device_of, span_of, torch
 from remap.lifetime import undo
 from remap.residency import Moved, Waking, groups, pause
@@ -327,9 +327,7 @@ def check_not_capturing(asked: str) -> None:
 def _moving(plan: Mapping[str, Keep], doing: str) -> Generator[list[Pool]]:
     known = pools()
     chosen = [known[tag] for tag in plan if tag in known]
-    with ExitStack() as stack:
-        for pool in chosen:
-            stack.enter_context(pool.moving(doing))
+    with moving(chosen, doing):
         yield chosen
 
 

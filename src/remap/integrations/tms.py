@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 
 from remap.errors import InvalidValueError, RemapError
 from remap.integrations.memory import memory
-from remap.integrations.pools import PoolOptions, pool_of, pools
-from remap.integrations.routing import outside
+from remap.integrations.pools import PoolOptions, outside, pool_of, pools
 from remap.integrations.sleeping import backup, sleep, wake
 from remap.integrations.support import missing
 from remap.integrations.tensors import Tensor, device_of, span_of

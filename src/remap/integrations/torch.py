@@ -19,20 +19,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from remap import drivers
 from remap.errors import InvalidValueError
 from remap.exports import Export
+from remap.integrations.blocks import innermost
 from remap.integrations.elastic_tensor import ElasticTensor
 from remap.integrations.memory import memory
 from remap.integrations.pools import (
     Pool,
     PoolOptions,
     Release,
-    current_pool,
     options_from,
+    outside,
     pool_of,
     pools,
 )
-from remap.integrations.routing import outside
 from remap.integrations.sleeping import (
     Arriving,
     PoolStatus,
@@ -43,7 +44,16 @@ from remap.integrations.sleeping import (
     status,
     wake,
 )
-from remap.integrations.tensors import Bytes, Tensor, device_of, size_of, span_of, tensor_at, type_of
+from remap.integrations.tensors import (
+    Bytes,
+    Tensor,
+    device_number,
+    device_of,
+    size_of,
+    span_of,
+    tensor_at,
+    type_of,
+)
 from remap.integrations.tensors import torch as _torch
 from remap.locations import DeviceLike, LocationLike
 from remap.sharing.export import export as _export
@@ -116,13 +126,26 @@ def graph(graph: Any, tag: str, **options: Any) -> AbstractContextManager[Pool]:
 
 
 def empty(*shape: int | Sequence[int], dtype: Any = None, device: DeviceLike | None = None) -> Tensor:
-    """Return a new tensor in the pool that this thread is in: `Pool.empty`. Works with CPU torch, too."""
-    return current_pool("empty").empty(*shape, dtype=dtype, device=device)
+    """Return a new tensor in the pool that this thread is in: `Pool.empty`. Works with CPU torch, too.
+
+    Inside of `outside` it is an ordinary one.
+    """
+    return _empty("empty", *shape, dtype=dtype, device=device)
 
 
 def empty_like(other: Tensor) -> Tensor:
     """Return a new contiguous tensor like another one, in the pool that this thread is in."""
-    return current_pool("empty_like").empty(tuple(other.shape), dtype=other.dtype, device=device_of(other))
+    return _empty("empty_like", tuple(other.shape), dtype=other.dtype, device=device_of(other))
+
+
+def _empty(asked: str, *shape: int | Sequence[int], dtype: Any, device: DeviceLike | None) -> Tensor:
+    found = innermost(asked)
+    if found is not None:
+        return found.empty(*shape, dtype=dtype, device=device)
+    if drivers.current().name != "cuda":
+        return _torch.empty(*shape, dtype=type_of(dtype))
+    at = _torch.cuda.current_device() if device is None else device_number(device)
+    return _torch.empty(*shape, dtype=type_of(dtype), device=_torch.device("cuda", at))
 
 
 def tensor(
