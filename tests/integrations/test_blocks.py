@@ -69,7 +69,7 @@ def test_tasks_that_wait_inside_of_a_block(machine: Any) -> None:
 
         tasks = [asyncio.ensure_future(first()), asyncio.ensure_future(second())]
         with pytest.raises(
-            remap.InUseError, match="a block of pool 'a' to be left: .* a block of pool 'b' since"
+            remap.InUseError, match=r"a block of pool 'a' to be left: .* a block of pool 'b' since"
         ):
             await tasks[0]
         asked.set()
@@ -93,7 +93,7 @@ def test_blocks_that_end_out_of_order(machine: Any) -> None:
     outer, inner = machine.pool("a"), machine.pool("b")
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(remap.InUseError, match="innermost|since"):
+    with pytest.raises(remap.InUseError, match="since"):
         outer.__exit__(None, None, None)
     assert machine.buffer_of(machine.empty(1)).tag == "b"
     inner.__exit__(None, None, None)

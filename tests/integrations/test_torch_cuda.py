@@ -109,7 +109,7 @@ def test_blocks_that_end_within_others(torch: Any, machine: Any) -> None:
 
 
 def test_blocks_that_end_out_of_order(torch: Any, machine: Any) -> None:
-    """torch is told so, too: what was entered last goes on, and nothing is routed when all have ended."""
+    """Torch is told so, too: what was entered last goes on, and nothing is routed when all have ended."""
     blocks = {tag: machine.pool(tag) for tag in ("a", "b", "c")}
     pools = {tag: block.__enter__() for tag, block in blocks.items()}
     for tag in ("a", "b"):

@@ -100,10 +100,11 @@ def pool(
 ) -> AbstractContextManager[Pool]:
     """Route this thread's allocations into the pool of a tag, for a block: `with remap.torch.pool("weights"):`.
 
-    Blocks nest, and threads may be in pools at the same time, the same one included. `devices` are those to route on,
-    by default all on which this process has a context. Tensors outlive the block. Memory that holds no tensor any more
-    stays for the next block, until the pool sleeps or is trimmed; with `release="region"` it goes back with the block,
-    and so does what torch caches elsewhere, as `torch.cuda.empty_cache()` has it.
+    Blocks nest, and threads may be in pools at the same time, the same one included. They end in the order in which
+    they began: one that is not the innermost of its thread raises `InUseError` when it ends. `devices` are those to
+    route on, by default all on which this process has a context. Tensors outlive the block. Memory that holds no
+    tensor any more stays for the next block, until the pool sleeps or is trimmed; with `release="region"` it goes
+    back with the block, and so does what torch caches elsewhere, as `torch.cuda.empty_cache()` has it.
 
     `shareable` and `rdma` make memory that other processes, NCCL, UCX and NIXL can register; fabric is left out of
     several kinds where its probe fails. A segment is `chunks` physical allocations: with 1, whoever looks its address
