@@ -82,3 +82,41 @@ def wake_together(driver: str, exchange: remap.ProcessExchange, results: Any) ->
     torch.wake("weights", exchange=exchange)
     right = bool((weights == exchange.rank + 1).all())
     results.put((exchange.rank, (first, between, torch.status()["weights"].state, right)))
+
+
+def wake_with_listeners(driver: str, exchange: remap.ProcessExchange, results: Any) -> None:
+    """Wake with a listener that registers memory on rank 0, and one that fails on rank 1; name other tags; count."""
+    torch = begin(driver)
+    with torch.pool("weights") as pool:
+        weights = pool.empty(MiB, device=exchange.rank if driver == "cuda" else 0).fill_(exchange.rank + 1)
+    with torch.pool("kv"):
+        pass
+    held: list[remap.Registration] = []
+    states: list[str] = []
+    found: list[str] = []
+
+    def listen(buffer: remap.Buffer) -> None:
+        states.append("paused" if buffer.paused else "awake")
+        if buffer.paused:
+            return
+        if exchange.rank == 1 and len(found) == 2:
+            raise ZeroDivisionError("a listener")
+        held.append(torch.registered(weights, "NCCL"))
+
+    torch.sleep(["weights", "kv"])
+    torch.buffer_of(weights).on_change(listen)
+
+    def wake(*tags: str) -> None:
+        try:
+            torch.wake(tags, exchange=exchange)
+        except (remap.RemapError, ZeroDivisionError) as error:
+            text = f"{type(error).__name__}: {error}{getattr(error, '__notes__', '')}"
+        else:
+            text = "it woke"
+        status = torch.status()["weights"]
+        found.append(f"{status.state}, {status.resident > 0}, {len(held)} held, {text}")
+
+    wake(*["weights", "kv"][: exchange.rank + 1])
+    wake("weights" if exchange.rank else "nothing")
+    wake("weights")
+    results.put((exchange.rank, (found, states, bool((weights == exchange.rank + 1).all()))))

@@ -192,6 +192,32 @@ def test_ranks_wake_together_or_not_at_all(torch: Any) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.slow
+def test_ranks_that_listen(torch: Any) -> None:
+    """Listeners hear of a wake once every rank has agreed to it; ranks that name other tags all sleep again.
+
+    A listener that registers memory, as NCCL's do, would keep a rank awake that has to sleep again; one that fails
+    comes too late to stop a wake, and says so where it failed.
+    """
+    assert torch is not None
+    if remap.driver().name == "cuda" and remap.driver().device_count() < 2:
+        pytest.skip("each rank has a device of its own")
+    told = ranks.started(2, ranks.wake_with_listeners)
+    (first, paused, right), (second, others, other) = told
+    same = 'all ranks name the same tags, and rank 0 named ["weights"], rank 1 named ["kv", "weights"]'
+    for one in (first, second):
+        assert one[0].startswith("asleep, False, 0 held, ShareError")
+        assert same in one[0]
+        assert "while undoing" not in one[0] + one[1]
+        assert one[1].startswith("asleep, False, 0 held, ")
+        assert "group 'nothing'" in one[1]
+    assert first[2] == "awake, True, 1 held, it woke"
+    assert second[2].startswith("awake, True, 0 held, ZeroDivisionError: a listener")
+    assert (paused[-1], others[-1], right, other) == ("awake", "awake", True, True)
+    assert set(paused[:-1]) | set(others[:-1]) <= {"paused"}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_tensor_of_another_process(machine: Any) -> None:
     """An exported tensor is the same memory elsewhere, with its type, shape and strides."""
     with machine.pool("shared", shareable="posix_fd"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from typing import Any
 
@@ -434,3 +435,176 @@ def test_a_failing_step_of_sleep_changes_nothing(torch: Any, machine: Any) -> No
     machine.sleep("weights")
     machine.wake("weights")
     assert torch.equal(weights, kept)
+
+
+def test_a_pool_that_was_resumed_as_a_group(torch: Any, machine: Any) -> None:
+    """Whether a pool sleeps is what its memory says, whoever paused or resumed it; with none, it is remembered (14)."""
+    pool_states: list[tuple[str, bool]] = []
+
+    def look() -> None:
+        pool_states.append((machine.status()["weights"].state, machine.pools()["weights"].asleep))
+
+    (weights,) = filled(machine, "weights", 1)
+    kept = weights.clone()
+    machine.sleep("weights")
+    remap.resume("weights")
+    look()
+    assert pool_states == [("awake", False)]
+    assert torch.equal(weights, kept)
+    with machine.pool("weights"):
+        other = machine.empty(10).fill_(1)
+    remap.pause("weights")
+    look()
+    with pytest.raises(remap.PausedError), machine.pool("weights"):
+        pass
+    machine.wake("weights")
+    assert float(other.sum()) == 10
+    machine.sleep("weights")
+    del weights, other
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    look()
+    machine.wake("weights")
+    look()
+    assert pool_states[1:] == [("asleep", True), ("asleep", True), ("awake", False)]
+
+
+def test_an_empty_pool_sleeps(machine: Any) -> None:
+    """A pool that holds nothing sleeps until it is woken; one that holds other buffers alone is as they are."""
+    with machine.pool("kv"):
+        pass
+    machine.sleep({"kv": None})
+    assert machine.status()["kv"].state == "asleep"
+    with pytest.raises(remap.PausedError), machine.pool("kv"):
+        pass
+    machine.wake("kv")
+    with machine.pool("kv"):
+        keys = machine.ElasticTensor(100, 1024, rows=2)
+    machine.sleep({"kv": None})
+    assert machine.status()["kv"].state == "asleep"
+    remap.resume("kv")
+    assert machine.status()["kv"].state == "awake"
+    keys.close()
+    assert machine.status()["kv"].state == "awake"
+
+
+def test_deleting_tensors_while_a_wake_waits(torch: Any, machine: Any) -> None:
+    """What is deleted while a wake waits for memory goes, and the rest wakes as soon as there is enough for that."""
+    if torch.cuda.is_available():
+        pytest.skip("what CUDA has in use is machine-wide, and this is about the last bytes")
+    weights = filled(machine, "weights", 2, 24 * MiB)
+    kept = weights[1].clone()
+    machine.sleep("weights")
+    half = sum(one.size for one in machine.pools()["weights"].segments) // 2
+    failures: list[BaseException] = []
+
+    def wake() -> None:
+        try:
+            machine.wake("weights", wait=60)
+        except BaseException as error:  # noqa: BLE001 (looked at below)
+            failures.append(error)
+
+    with remap.allocate(free() - half, resident=0):
+        waker = threading.Thread(target=wake)
+        waker.start()
+        del weights[0]
+        gc.collect()
+        remap.collect()
+        machine.status()
+        waker.join(30)
+        assert not waker.is_alive()
+        assert not failures, failures
+    assert machine.status()["weights"].state == "awake"
+    assert torch.equal(weights[0], kept)
+
+
+def test_status_while_other_threads_delete(machine: Any) -> None:
+    """A snapshot of what is there is never disturbed by what goes at that moment (invariant 13)."""
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            while not done.is_set():
+                with machine.pool("p"):
+                    tensors = [machine.empty(10) for _ in range(5)]
+                del tensors
+        except BaseException as error:  # noqa: BLE001 (looked at below)
+            failures.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for worker in workers:
+            worker.start()
+        for _ in range(300):
+            status = machine.status()
+            assert "p" not in status or status["p"].state == "awake"
+    finally:
+        done.set()
+        for worker in workers:
+            worker.join(60)
+        sys.setswitchinterval(before)
+    assert not failures, failures
+
+
+def test_progress_of_an_ordered_wake(torch: Any, machine: Any) -> None:
+    """A wake that returns before its contents arrive has no progress to tell of, and says so, as resume does."""
+    (weights,) = filled(machine, "weights", 1)
+    kept = weights.clone()
+    machine.sleep("weights")
+    with pytest.raises(remap.InvalidValueError, match="progress"):
+        machine.wake("weights", events=True, progress=print)
+    assert machine.status()["weights"].state == "asleep"
+    machine.wake("weights")
+    assert torch.equal(weights, kept)
+
+
+def test_an_address_that_is_used_again(torch: Any, machine: Any) -> None:
+    """Memory that the framework gave back and made anew at the same address is another segment, whoever noticed."""
+    if torch.cuda.is_available():
+        pytest.skip("torch does not say where it puts its next segment")
+    from remap.integrations.memory import memory
+
+    with machine.pool("weights") as pool:
+        tensor = pool.empty(100)
+    old = machine.buffer_of(tensor)
+    native = memory().pools["weights"]
+    address = old.record.address
+    for _ in range(20):  # as torch does, which tells nobody
+        native._free(address, old.size, 0, 0)
+        address = native._allocate(old.size, 0, 0)
+        if address == old.record.address:
+            break
+    new = machine.buffer_of(tensor)
+    assert new.record.serial > old.record.serial
+    native.free_segment(new)
+    assert old.closed
+    assert new.closed
+
+
+def test_modules_that_lie_in_part_elsewhere(torch: Any, machine: Any) -> None:
+    """What a module has outside of the pools that wake needs no waiting; a module with nothing there is a mistake."""
+    layer, elsewhere = torch.nn.Linear(64, 64), torch.nn.Linear(4, 4)
+    layer.register_buffer("steps", torch.zeros(3))
+    with torch.no_grad():
+        with machine.pool("weights"):
+            layer.weight.data = machine.empty_like(layer.weight).copy_(layer.weight)
+        with machine.pool("biases"):
+            layer.bias.data = machine.empty_like(layer.bias).copy_(layer.bias)
+    kept = layer.weight.detach().clone()
+    with machine.pool("kv"):
+        keys = machine.ElasticTensor(100, 1024, rows=2)
+    machine.sleep(["weights", "kv", "biases"])
+    for wrong in (elsewhere, layer.steps, layer.bias):
+        with pytest.raises(remap.InvalidValueError, match="none of it lies"):
+            machine.wake(["weights", "kv"], order=[wrong])
+    assert machine.status()["weights"].state == "asleep"
+    with machine.wake(["weights", "kv"], order=[keys.whole, layer], events=True) as arriving:
+        arriving.wait_for(layer)
+        assert torch.equal(layer.weight, kept)
+    machine.wake("biases", order=[layer])
+    keys.close()
+    del layer

@@ -108,6 +108,27 @@ def test_blocks_that_end_within_others(torch: Any, machine: Any) -> None:
     assert float(kept.sum()) == 1000
 
 
+def test_blocks_that_end_out_of_order(torch: Any, machine: Any) -> None:
+    """Torch is told so, too: what was entered last goes on, and nothing is routed when all have ended."""
+    blocks = {tag: machine.pool(tag) for tag in ("a", "b", "c")}
+    pools = {tag: block.__enter__() for tag, block in blocks.items()}
+    for tag in ("a", "b"):
+        with pytest.raises(remap.InUseError, match="since"):
+            blocks[tag].__exit__(None, None, None)
+        inner = torch.ones(64 << 20, device="cuda")
+        assert machine.buffer_of(inner).tag == "c"
+    blocks["c"].__exit__(None, None, None)
+    plain = torch.ones(64 << 20, device="cuda")
+    with pytest.raises(remap.InvalidValueError, match="pool"):
+        machine.buffer_of(plain)
+    with machine.pool("b"), machine.outside():
+        plain = machine.empty(64 << 20)
+        assert plain.is_cuda
+    with pytest.raises(remap.InvalidValueError, match="pool"):
+        machine.buffer_of(plain)
+    assert not pools["a"].segments
+
+
 def test_deleting_a_tensor_under_a_running_kernel(torch: Any, machine: Any) -> None:
     """Memory is not unmapped under work that uses it: the free callback waits, as cudaFree does (trap 11)."""
     with machine.pool("weights", release="pool") as pool:

@@ -199,7 +199,7 @@ class Present(Allocator):
     """As vLLM 0.33 has it."""
 
     def cudagraph_pool(self) -> None: ...
-    def discard(self) -> None: ...
+    def discard(self, tags: tuple[str, ...]) -> None: ...
     def release_pools(self) -> None: ...
     def close(self) -> None: ...
 
@@ -210,10 +210,35 @@ class Newer(Allocator):
     def use_cudagraph_pool(self) -> None: ...
 
 
+class Asked(Allocator):
+    """One whose callers have to give more."""
+
+    def sleep(self, offload_tags: object = None, *, new_required: int) -> None: ...  # type: ignore[override]
+
+
+class Asleep(Present):
+    """One whose callers give less."""
+
+    def discard(self) -> None: ...
+
+
+class Open(Allocator):
+    """One that takes whatever it is given."""
+
+    def wake_up(self, *rest: object, **options: object) -> None: ...
+
+
 class Older:
     """One that can do less."""
 
     def sleep(self) -> None: ...
+
+
+class Stricter(Base):
+    """A base class of backends whose callers have to give more."""
+
+    @abstractmethod
+    def suspend(self, level: int, mode: str) -> None: ...  # type: ignore[override]
 
 
 class Asking(Base):
@@ -234,6 +259,13 @@ def test_unknown_versions_are_refused(torch: Any) -> None:
         vllm.check_interface(Newer)
     with pytest.raises(remap.NotSupportedError, match="wake_up"):
         vllm.check_interface(Older)
+    vllm.check_interface(Open)
+    with pytest.raises(remap.NotSupportedError, match=r"CuMemAllocator\.sleep takes .*new_required"):
+        vllm.check_interface(Asked)
+    with pytest.raises(remap.NotSupportedError, match=r"CuMemAllocator\.discard takes \[\], .*tags"):
+        vllm.check_interface(Asleep)
+    with pytest.raises(remap.NotSupportedError, match=r"SleepModeBackend\.suspend takes .*mode"):
+        vllm.make_backend(Stricter)
     with pytest.raises(remap.NotSupportedError, match="snapshot"):
         vllm.make_backend(Asking)
     with pytest.raises(remap.NotSupportedError, match=r"vllm\.device_allocator"):
@@ -300,7 +332,7 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("flag", ["1", "0"])
+@pytest.mark.parametrize("flag", ["1", "0", "false"])
 def test_as_a_plugin(torch: Any, tmp_path: Path, flag: str) -> None:
     """The plugin puts allocator and backend in place with the flag, and does nothing without it."""
     assert torch is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -121,3 +122,25 @@ class Blocking(Faulty):
             return call(*arguments, **keywords)
 
         return made
+
+
+def test_closing_while_a_resume_waits(stage: Stage) -> None:
+    """What is closed while a resume waits for memory is left out, as if it had been closed right after it."""
+    if stage.inner.name == "cuda":
+        pytest.skip("taking all memory of a GPU disturbs who else uses it")
+    with remap.allocate(SIZE) as one, remap.allocate(SIZE) as other:
+        remap.pause([one, other])
+        with remap.create(remap.device(0).memory().free - SIZE, at=0):
+            told: list[Any] = []
+            waiter = threading.Thread(target=lambda: told.append(remap.resume([one, other], wait=60)))
+            waiter.start()
+            while not one._taken:  # until it has tried
+                assert waiter.is_alive()
+            while not other.closed:  # refused in the middle of an attempt
+                with contextlib.suppress(remap.InUseError):
+                    other.close()
+            waiter.join(30)
+            assert told[0].buffers == 1
+        assert not one.paused
+        with pytest.raises(remap.ClosedError):
+            remap.resume([one, other])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from remap.buffers.base import Buffer
 from remap.errors import InUseError
-from remap.integrations.layout import Record
+from remap.integrations.layout import Record, State
 from remap.integrations.table import Table
 from remap.lifetime import Description, Release
 from remap.spans import Chunk
@@ -43,6 +43,7 @@ class AdoptedBuffer(Buffer):
         self._table = table
         self._owned = False  # whether closing gives the memory back; the framework does otherwise
         self._gone = False
+        self.freed = False  # whether remap itself told the callback that nobody needs it
         self._warns = False
         self._rights = rights
         self._address, self._size = record.address, record.size
@@ -59,7 +60,7 @@ class AdoptedBuffer(Buffer):
     def _taking(self, doing: str, blind: bool = True) -> Generator[None]:
         """Hold the record while the memory is taken away, and for as long as the buffer is paused after that."""
         with super()._taking(doing, blind):
-            if not self._paused and not self._table.hold(self.device, self.record):
+            if not (self._paused or self._hold()):
                 raise InUseError(
                     f"{self.describe()} to be {doing}",
                     rule="the framework has just given it back",
@@ -70,6 +71,13 @@ class AdoptedBuffer(Buffer):
             finally:
                 if not self._paused:
                     self._table.let_go(self.device, self.record)
+
+    def _hold(self) -> bool:
+        """Take the record over; False if the framework has given the memory back."""
+        held = self._table.hold(self.device, self.record)
+        if not held and self._table.let_go(self.device, self.record) is State.LIVE:
+            held = self._table.hold(self.device, self.record)  # an interrupt had left it held
+        return held
 
     def _check_closable(self) -> None:
         if not self._gone:

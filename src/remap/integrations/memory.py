@@ -14,6 +14,7 @@ from remap.drivers.protocol import Driver
 from remap.errors import (
     CudaResult,
     ForkedError,
+    InUseError,
     InvalidValueError,
     OutOfMemoryError,
     RemapError,
@@ -55,6 +56,8 @@ class PoolMemory:
         self.tag = tag
         self.memory = memory
         self.asked = asked
+        # Whether it sleeps while it holds nothing: segments say it of themselves, and nothing else is asked then.
+        self.slept = False
         options = {at: options_of(*one) for at, one in asked.items()}
         self.number = memory.table.add_pool(tag, options)
         self.allocate_address, self.free_address = memory.table.entry(self.number)
@@ -87,16 +90,17 @@ class PoolMemory:
         assert found is not None
         return found
 
-    def free(self, segment: AdoptedBuffer) -> None:
-        """Free a segment as a framework would."""
-        if not segment.closed:
+    def free_segment(self, segment: AdoptedBuffer) -> None:
+        """Free a segment as a framework would. Doing so again frees nothing else, whatever is at its address then."""
+        if not (segment.closed or segment.freed):
+            segment.freed = True  # set before the call: an interrupt comes when it has returned
             self._free(segment.record.address, segment.record.requested, segment.device, 0)
-            self.memory.reap()
+        self.memory.reap()
 
     def free_later(self, segment: AdoptedBuffer) -> None:
         """Free a segment at the next call that opens or closes something; for finalisers (invariant 4)."""
         if lifetime.epoch() == self.memory.epoch:
-            lifetime.queued.append(Release(0, [(self.free, (segment,))]))
+            lifetime.queued.append(Release(0, [(self.free_segment, (segment,))]))
 
 
 class Memory:
@@ -111,7 +115,7 @@ class Memory:
         )  # for the lists here; never held while waiting, or while the driver works
         self.pools: dict[str, PoolMemory] = {}
         self._segments: dict[tuple[int, int], AdoptedBuffer] = {}
-        self._captures = 0
+        self._captures: set[object] = set()
 
     def pool(self, tag: str, make: Callable[[], dict[int, Asked]]) -> PoolMemory:
         """Return the pool of a tag; `make` says what a new one asks for by device."""
@@ -166,20 +170,23 @@ class Memory:
     def known(self, pool: PoolMemory) -> list[AdoptedBuffer]:
         """Return the segments of a pool that are buffers already; no other one can sleep."""
         with self.lock:
-            return [one for one in self._segments.values() if one.record.pool == pool.number]
+            return [
+                one for one in self._segments.values() if one.record.pool == pool.number and not one.closed
+            ]
 
     def find(self, address: int, at: int | None) -> AdoptedBuffer | None:
-        """Return the segment, known as a buffer, that an address lies in."""
+        """Return the segment, known as a buffer, that an address lies in.
+
+        The latest: an earlier one may have been freed by the framework, and not be reaped yet.
+        """
         with self.lock:
-            return next((one for one in self._segments.values() if one.covers(address, at)), None)
+            found = [one for one in self._segments.values() if one.covers(address, at) and not one.closed]
+        return max(found, key=lambda one: one.record.serial, default=None)
 
     def segment_at(self, address: int, at: int | None, asked: str) -> AdoptedBuffer:
         """Return the segment that an address lies in; raises `InvalidValueError` where no pool made it."""
+        self.adopt(*self.pools.values())  # what was known there may be gone, and another one in its place
         found = self.find(address, at)
-        if found is None or found.closed:
-            self.reap()
-            self.adopt(*self.pools.values())
-            found = self.find(address, at)
         if found is None:
             raise InvalidValueError(
                 f"{asked} of a tensor at {address:#x}",
@@ -191,41 +198,50 @@ class Memory:
     def reap(self) -> int:
         """Settle what the framework has freed meanwhile; return how many segments that were. May wait for work."""
         lifetime.drain()
-        gone: list[AdoptedBuffer] = []
-        vanished: list[AdoptedBuffer] = []
+        freed: list[tuple[tuple[int, int], AdoptedBuffer, bool]] = []
         with self.lock:
             known = {key[0] for key in self._segments}
             for at in sorted(known):
                 states = {record.serial: record.state for record in self.table.records(at)}
                 for key in [key for key in self._segments if key[0] == at]:
                     state = states.get(key[1])
-                    if state in (None, State.PENDING):  # a pending one is unmapped by `drain`
-                        vanished.append(self._segments.pop(key))
-                    elif state == State.GONE:
-                        gone.append(self._segments.pop(key))
-        for segment in vanished:
-            segment.vanish()
-        for segment in gone:
-            segment.give_back()
-        return len(gone) + len(vanished) + self._drain()
+                    if state in (None, State.PENDING, State.GONE):  # a pending one is unmapped by `drain`
+                        freed.append((key, self._segments[key], state == State.GONE))
+        count = 0
+        for key, segment, ours in freed:
+            slept = segment.paused
+            try:
+                (segment.give_back if ours else segment.vanish)()
+            except InUseError:  # another thread moves or uses it just now: the next call finds it again
+                continue
+            with self.lock:
+                count += self._segments.pop(key, None) is not None
+                if not slept:
+                    self.pools[segment.tag].slept = False
+        return count + self._drain()
 
     @contextmanager
     def capturing(self) -> Generator[None]:
         """Let callbacks wait for nothing during a capture."""
-        with self.lock:
-            self._captures += 1
-            self.table.set_captures(self._captures)
+        token = object()
         try:
+            with self.lock:
+                self._captures.add(token)
+                self.table.set_captures(len(self._captures))
             yield
         finally:
+            self._captures.discard(token)
             with self.lock:
-                self._captures -= 1
-                self.table.set_captures(self._captures)
+                self.table.set_captures(len(self._captures))
 
     def _drain(self) -> int:
         """Give back what was freed during captures, once there is none any more that is known."""
-        if self._captures:
-            return 0
+        with self.lock:
+            self.table.set_captures(
+                len(self._captures)
+            )  # an interrupt at the end of one may have left it out
+            if self._captures:
+                return 0
         count = 0
         for one in devices() if self.pools else ():
             if self.table.counters(one.index).pending:

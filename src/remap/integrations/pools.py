@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -11,9 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from remap import drivers, lifetime
 from remap.buffers.placement import granule
 from remap.drivers.multicast_power import MulticastProperties, SupportsMulticast
-from remap.errors import InUseError, InvalidValueError, PausedError
+from remap.errors import InUseError, InvalidValueError, PausedError, not_supported
 from remap.integrations import routing
 from remap.integrations.adopted import AdoptedBuffer
+from remap.integrations.blocks import inside
 from remap.integrations.layout import MOST_ACCESSING
 from remap.integrations.memory import Asked, Memory, PoolMemory, memory
 from remap.integrations.tensors import (
@@ -29,6 +29,7 @@ from remap.integrations.tensors import (
 )
 from remap.locations import DeviceLike, device, parse_handle_types
 from remap.residency import group
+from remap.sizes import counted
 from remap.types import AllocationProperties, HandleType, Host
 
 Release: TypeAlias = Literal["pool", "region"]
@@ -58,11 +59,10 @@ class Pool:
         self._memory = found
         self._pool: PoolMemory = found.pool(tag, self._asked)
         self._routes: dict[int, routing.Route] = {}
-        self._entered = 0
-        self._asleep = False
-        self._moving = ""
-        with group(tag):  # from now on the tag is known, whether anything is made in it or not
-            pass
+        self._visitors: set[object] = set()
+        self._move: _Move | None = None
+        with group(tag) as made:  # from now on the tag is known, whether anything is made in it or not
+            self._group = made
 
     @property
     def segments(self) -> tuple[AdoptedBuffer, ...]:
@@ -73,8 +73,9 @@ class Pool:
 
     @property
     def asleep(self) -> bool:
-        """Whether it was put to sleep: it cannot be entered then, and its tensors cannot be used."""
-        return self._asleep or any(one.paused for one in self._memory.known(self._pool))
+        """Whether it sleeps: it cannot be entered then, and its tensors cannot be used."""
+        held = self._memory.known(self._pool) or self._group.buffers
+        return any(one.paused for one in held) if held else self._pool.slept
 
     def trim(self) -> int:
         """Give back memory that holds no tensor; return how many bytes that were.
@@ -114,14 +115,13 @@ class Pool:
 
     @contextmanager
     def entered(self, devices: Sequence[int] | None) -> Generator[Pool]:
-        """Route this thread's allocations into the pool for a block; buffers made there join the group of its tag."""
+        """Route this thread's allocations into the pool for a block; buffers made there join the group of its tag.
+
+        Raises `InUseError` when it ends and is not the innermost block of its thread; nothing is lost then.
+        """
         if drivers.current().name != "cuda":
-            with self._visiting([] if devices is None else devices), group(self.tag):
-                _inside.pools.append(self)
-                try:
-                    yield self
-                finally:
-                    _inside.pools.pop()
+            with self._visiting([] if devices is None else devices), group(self.tag), inside(self):
+                yield self
             return
         chosen = routing.initialized_devices() if devices is None else list(devices)
         routing.warm_up(torch.cuda.current_device())
@@ -130,12 +130,8 @@ class Pool:
             try:
                 for at in chosen:
                     taken[at] = self._route(at).take()
-                with routing.routed(taken):
-                    _inside.pools.append(self)
-                    try:
-                        yield self
-                    finally:
-                        _inside.pools.pop()
+                with routing.routed(taken), inside(self):
+                    yield self
             finally:
                 if self.options.release == "region":
                     routing.let_all_go(taken)
@@ -149,8 +145,9 @@ class Pool:
 
         Captures with the same `pool`, any handle of torch's, share memory, with torch's rules for that; it is never
         used itself. Enter this outside of blocks of the same pool. The graph stays valid over sleep and wake; it must
-        not be replayed while the pool sleeps.
+        not be replayed while the pool sleeps. Raises `NotSupportedError` without CUDA.
         """
+        self._check_cuda("a graph")
         at = torch.cuda.current_device()
         with self._visiting([at]):
             mem_pool = self._route(at).for_graphs(pool)
@@ -167,58 +164,76 @@ class Pool:
                     routing.let_go(at, mem_pool)
 
     def graph_pool(self, device: DeviceLike | None = None) -> tuple[int, int]:
-        """Return a handle for `torch.cuda.graph(pool=…)`, for captures whose memory is to lie in this pool."""
+        """Return a handle for `torch.cuda.graph(pool=…)`, for captures whose memory is to lie in this pool.
+
+        Raises `NotSupportedError` without CUDA.
+        """
+        self._check_cuda("graph_pool")
         at = torch.cuda.current_device() if device is None else device_number(device)
         with self._visiting([at]):
             found: tuple[int, int] = self._route(at).for_graphs(self.tag).id
         return found
 
-    # -- for sleeping: `sleeping` has made sure that nobody is inside --
+    # -- for sleeping, which has made sure that nobody is inside --
 
-    @contextmanager
-    def moving(self, doing: str) -> Generator[None]:
-        """Keep everyone out for a block that takes the memory away, or gives it back."""
-        with self._memory.lock:
-            if self._entered or self._moving:
-                rule = (
-                    f"{self._entered} blocks are inside" if self._entered else f"it is being {self._moving}"
-                )
-                raise InUseError(
-                    f"pool {self.tag!r} to be {doing}",
-                    rule=rule,
-                    next_step="Leave the blocks, or let that end, first",
-                )
-            self._moving = doing
-        try:
-            yield
-        finally:
-            with self._memory.lock:
-                self._moving = ""
+    def _note_sleep(self) -> None:
+        # Where all there is are other buffers of its group, those tell, and may go unseen.
+        self._pool.slept = bool(self._memory.known(self._pool)) or not self._group.buffers
+
+    def _note_wake(self) -> None:
+        self._pool.slept = False
 
     def _drop_caches(self) -> None:
         for route in list(self._routes.values()):
             route.drop_caches()
 
+    # An interrupt comes where a call returns, leaving a lock included. So what is set is set inside the block that
+    # resets it, and reset in one step: a pool that is "being woken" for ever could neither be entered nor sleep.
+
+    def _begin(self, move: _Move) -> None:
+        with self._memory.lock:
+            if self._visitors or self._moved_by:
+                rule = (
+                    f"{counted(len(self._visitors), 'block')} inside of it"
+                    if self._visitors
+                    else f"it is being {self._moved_by}"
+                )
+                raise InUseError(
+                    f"pool {self.tag!r} to be {move.doing}",
+                    rule=rule,
+                    next_step="Leave the blocks, or let that end, first",
+                )
+            self._move = move
+
+    @property
+    def _moved_by(self) -> str:
+        move = self._move
+        return "" if move is None or move.over else move.doing
+
     @contextmanager
     def _visiting(self, devices: Sequence[int]) -> Generator[None]:
         self._memory.check(f"pool {self.tag!r} to be entered")
-        with self._memory.lock:
-            if self._moving:
-                raise InUseError(f"pool {self.tag!r} to be entered", rule=f"it is being {self._moving}")
-            if self.asleep:
-                raise PausedError(
-                    f"pool {self.tag!r} to be entered",
-                    rule="it sleeps, and torch would hand out memory that is not there",
-                    next_step=f"Call remap.torch.wake({self.tag!r}) first",
-                )
-            self._entered += 1
+        token = object()
         try:
+            with self._memory.lock:
+                if self._moved_by:
+                    raise InUseError(
+                        f"pool {self.tag!r} to be entered",
+                        rule=f"it is being {self._moved_by}",
+                        next_step="Let that end first",
+                    )
+                if self.asleep:
+                    raise PausedError(
+                        f"pool {self.tag!r} to be entered",
+                        rule="it sleeps, and torch would hand out memory that is not there",
+                        next_step=f"Call remap.torch.wake({self.tag!r}) first",
+                    )
+                self._visitors.add(token)
             for at in devices:
                 self._memory.ready(at)
             yield
         finally:
-            with self._memory.lock:
-                self._entered -= 1
+            self._visitors.discard(token)
 
     def _route(self, at: int) -> routing.Route:
         with self._memory.lock:
@@ -270,6 +285,16 @@ class Pool:
             found[at] = Asked(properties, tuple(accessing[:MOST_ACCESSING]), size, options.chunks)
         return found
 
+    def _check_cuda(self, asked: str) -> None:
+        routing.check_torch()
+        if self._memory.driver.name != "cuda":
+            raise not_supported(
+                "torch.cuda.MemPool",
+                f"{asked} in pool {self.tag!r}",
+                f"graphs of torch are CUDA's, and this is the {self._memory.driver.name} driver",
+                'Begin with remap.use("cuda")',
+            )
+
     def _check_coherent(self, at: int) -> None:
         if not device(at).capabilities["coherent"]:
             raise InvalidValueError(
@@ -300,23 +325,36 @@ class _Block(Bytes):
         self._pool.free_later(self._segment)
 
 
-class _Inside(threading.local):
-    """The pools whose blocks the present thread is in, outermost first."""
+class _Move:
+    """A sleep or a wake of several pools: it is over for all of them in one step."""
 
-    def __init__(self) -> None:
-        self.pools: list[Pool] = []
+    __slots__ = ("doing", "over")
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+        self.over = False
 
 
-_inside = _Inside()
+@contextmanager
+def moving(chosen: Iterable[Pool], doing: str) -> Generator[None]:
+    """Keep everyone out of pools for a block that takes their memory away, or gives it back."""
+    move = _Move(doing)
+    try:
+        for pool in chosen:
+            pool._begin(move)
+        yield
+    finally:
+        move.over = True
 
 
-def current_pool(asked: str) -> Pool:
-    """Return the pool of the innermost block that this thread is in."""
-    if not _inside.pools:
-        raise InvalidValueError(
-            asked, rule="this thread is in no pool", next_step='Use `with remap.torch.pool("tag"):` around it'
-        )
-    return _inside.pools[-1]
+@contextmanager
+def outside() -> Generator[None]:
+    """Let tensors that this thread makes be torch's own for a block, inside of pools, too; torch's caches go with it.
+
+    `remap.torch.empty` makes ordinary ones there as well: in memory of the GPU, or of the CPU on the host driver.
+    """
+    with routing.outside(), inside(None):
+        yield
 
 
 @dataclass(slots=True)

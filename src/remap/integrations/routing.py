@@ -90,14 +90,24 @@ def let_all_go(mem_pools: dict[int, Any]) -> None:
         torch.cuda.empty_cache()
 
 
+class _Routed:
+    """One block of a thread: the `MemPool`s that it began by device, and those of outer blocks that it ended for it."""
+
+    __slots__ = ("begun", "paused")
+
+    def __init__(self) -> None:
+        self.begun: dict[int, Any] = {}
+        self.paused: dict[int, Any] = {}
+
+
 class _Thread(threading.local):
-    """What the present thread is inside of, outermost first: each the `MemPool` in use by device.
+    """The blocks that the present thread is inside of, outermost first.
 
     And the streams, by device and handle, that have a workspace of cuBLAS.
     """
 
     def __init__(self) -> None:
-        self.inside: list[dict[int, Any]] = []
+        self.inside: list[_Routed] = []
         self.warm: set[tuple[int, int]] = set()
 
 
@@ -108,31 +118,45 @@ _thread = _Thread()
 def routed(mem_pools: dict[int, Any]) -> Generator[None]:
     """Route the allocations of this thread, on each device into its `MemPool`, for a block.
 
-    The block that this one is inside of ends for that time: torch would ask it first, in versions up to 2.8.
+    The block that this one is inside of ends for that time: torch would ask it first, in versions up to 2.8. Where
+    this one is not the innermost when it ends, those that were entered since go on.
     """
-    outer = _thread.inside[-1] if _thread.inside else {}
-    paused: dict[int, Any] = {}
-    begun: dict[int, Any] = {}
+    block, inside = _Routed(), _thread.inside
     try:
         for at in mem_pools:
-            if at in outer:
-                paused[at] = outer[at]  # noted before: an interrupt comes when the call has returned
-                _end(at, outer[at])
+            outer = next((one.begun[at] for one in reversed(inside) if at in one.begun), None)
+            if outer is not None:
+                block.paused[at] = outer  # noted before: an interrupt comes when the call has returned
+                _end(at, outer)
         for at, one in mem_pools.items():
-            begun[at] = one
+            block.begun[at] = one
             _begin(at, one)
-        _thread.inside.append({**outer, **begun})
-        try:
-            yield
-        finally:
-            _thread.inside.pop()
+        inside.append(block)
+        yield
     finally:
+        if inside and inside[-1] is block:
+            inside.pop()
+        elif block in inside:
+            _take_out(block, inside)
         try:
-            while begun:
-                _end(*begun.popitem())
+            while block.begun:
+                _end(*block.begun.popitem())
         finally:
-            while paused:
-                _begin(*paused.popitem())
+            while block.paused and inside is _thread.inside:  # torch begins for the thread that asks
+                _begin(*block.paused.popitem())
+
+
+def _take_out(block: _Routed, inside: list[_Routed]) -> None:
+    """Take a block out from under those that were entered since: what it paused, they have paused now."""
+    later = inside[inside.index(block) + 1 :]
+    for at in list(block.begun):
+        over = next((one for one in later if at in one.begun), None)
+        if over is None:
+            continue
+        del block.begun[at], over.paused[at]  # ended when that block began
+        if at in block.paused:
+            over.paused[at] = block.paused.pop(at)
+    inside.remove(block)
 
 
 @contextmanager
@@ -140,7 +164,7 @@ def outside() -> Generator[None]:
     """Route the allocations of this thread into memory of torch's own for a block, which ends with it."""
     plain: dict[int, Any] = {}
     try:
-        for at in _thread.inside[-1] if _thread.inside else ():
+        for at in sorted({at for block in _thread.inside for at in block.begun}):
             plain[at] = _new(at)
         with routed(plain):
             yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,14 +17,16 @@ from remap.errors import InUseError, InvalidValueError, ShareError
 from remap.integrations.elastic_tensor import ElasticTensor
 from remap.integrations.lookup import buffer_at
 from remap.integrations.memory import memory
-from remap.integrations.pools import Pool, empty_caches, pools
+from remap.integrations.pools import Pool, empty_caches, moving, pools
 from remap.integrations.tensors import Tensor, span_of, torch
 from remap.lifetime import end_block, undo
-from remap.residency import Moved, Waking, groups, pause, resume
+from remap.residency import Moved, Waking, groups, pause
 from remap.residency import backup as backup_of
 from remap.residency.results import Progress
+from remap.residency.resuming import put_back
 from remap.residency.stores import Keep, asleep
 from remap.residency.tags import known as known_group
+from remap.residency.targets import announce
 from remap.sharing.exchange import Exchange
 from remap.uses import After, Known
 
@@ -64,7 +68,7 @@ def sleep(
         found.segments(plan)
         moved = pause(plan, after=after, progress=progress, directory=directory, detach=detach)
         for pool in chosen:
-            pool._asleep = True
+            pool._note_sleep()
     return moved
 
 
@@ -81,10 +85,14 @@ def wake(
 ) -> Moved | Arriving:
     """Wake pools, all that sleep by default, with the contents that were kept; all of them or none.
 
-    The options are those of `remap.resume`; `order` names tensors, modules or ElasticTensors that are needed first.
-    With `events=True` it returns an `Arriving` as soon as all is mapped: let streams wait there for what they use. With
-    `exchange`, all its ranks call this together, and wake together or not at all: a rank that was not short of memory
-    sleeps again.
+    The options are those of `remap.resume`; `order` names tensors, modules or ElasticTensors that are needed first, as
+    far as they lie in these pools. With `events=True` it returns an `Arriving` as soon as all is mapped: let streams
+    wait there for what they use.
+
+    With `exchange`, all its ranks call this together with the same tags, and wake together or not at all: a rank that
+    was not short of memory sleeps again. Host memory of the backups is kept then, as with `keep_host=True`, so that
+    going back to sleep asks for none. Listeners (`on_change`) are called when every rank is awake; what one of them
+    raises is raised here, with everything awake.
 
     Raises what `remap.resume` raises; everything sleeps on then, and can be woken later.
     """
@@ -98,15 +106,12 @@ def wake(
     if exchange is not None:
         return _together(exchange, tags, order or (), options)
     with _waking(tags) as (chosen, buffers):
-        options["order"] = _segments_of(order or ())
-        woken: Moved | Arriving
-        if events:
-            options.pop("progress")
-            woken = Arriving(resume(buffers, events=True, **options))
-        else:
-            woken = resume(buffers, events=False, **options)
+        options["order"] = _order(order or (), buffers)
+        moved, changed = put_back(buffers, events=events, settle=memory().reap, **options)
         for pool in chosen:
-            pool._asleep = False
+            pool._note_wake()
+    woken = Arriving(moved) if isinstance(moved, Waking) else moved
+    announce(changed)
     return woken
 
 
@@ -130,40 +135,56 @@ def _together(
     exchange: Exchange, tags: str | Iterable[str] | None, order: Iterable[Any], options: dict[str, Any]
 ) -> Moved:
     """Wake on all ranks, or on none: whatever goes wrong on one, the others hear of it at once."""
-    moved: Moved | None = None
+    names = None if tags is None else sorted(_plan(tags, None))
     failure: BaseException | None = None
+    moved: Moved | Waking | None = None
+    changed: list[Buffer] = []
     chosen: list[Pool] = []
     kept: dict[Buffer, Keep] = {}
     with ExitStack() as held:
         try:
-            chosen, buffers = held.enter_context(_waking(tags))
-            kept = {buffer: _keep(buffer) for buffer in buffers}
-            moved = resume(buffers, events=False, order=_segments_of(order), **options)
-        except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
-            failure = error
-        try:
-            told = exchange.allgather(
-                b"" if failure is None else (str(failure) or "it failed").encode()[:4096]
-            )
+            try:
+                chosen, buffers = held.enter_context(_waking(names))
+                kept = {buffer: _keep(buffer) for buffer in buffers}
+                # Listeners are not told yet: one that registers memory would keep it from sleeping again.
+                moved, changed = put_back(
+                    buffers, events=False, order=_order(order, buffers), settle=memory().reap, **options
+                )
+            except Exception as error:  # noqa: BLE001 (the others have to know; raised below)
+                failure = error
+            why = b"" if failure is None else (str(failure) or "it failed").encode()[:4096]
+            told = exchange.allgather(json.dumps(names).encode() + b"\0" + why)
+            if failure is not None:
+                raise failure
+            _check_all_woke(told)
         except BaseException as error:
-            if moved is not None:
-                undo(error, pause, kept)
+            awake = {one: keep for one, keep in kept.items() if not (one.closed or one.paused)}
+            if awake:
+                undo(error, pause, awake)
             raise
-        if failure is not None:
-            raise failure
-        failed = {rank: text.decode(errors="replace") for rank, text in enumerate(told) if text}
-        if failed:
-            refusal = ShareError(
-                "a wake on all ranks",
-                rule="; ".join(f"rank {rank} could not: {text}" for rank, text in failed.items()),
-                next_step="All ranks sleep again, with what they had; mend that, and wake them together again",
-            )
-            undo(refusal, pause, kept)
-            raise refusal
         for pool in chosen:
-            pool._asleep = False
-    assert moved is not None
+            pool._note_wake()
+    announce(one for one in changed if not one.closed)  # tensors may be deleted while the ranks agree
+    assert isinstance(moved, Moved)
     return moved
+
+
+def _check_all_woke(told: Sequence[bytes]) -> None:
+    """Raise the same `ShareError` on every rank, but for one that failed itself, unless all woke the same tags."""
+    parts = [one.partition(b"\0") for one in told]
+    texts = [(named.decode(errors="replace"), why.decode(errors="replace")) for named, _, why in parts]
+    rule = "; ".join(f"rank {rank} could not: {why}" for rank, (_, why) in enumerate(texts) if why)
+    if not rule and len({named for named, _ in texts}) > 1:
+        rule = "all ranks name the same tags, and " + ", ".join(
+            f"rank {rank} named {'all that sleep' if named == 'null' else named}"
+            for rank, (named, _) in enumerate(texts)
+        )
+    if rule:
+        raise ShareError(
+            "a wake on all ranks",
+            rule=rule,
+            next_step="All ranks sleep again, with what they had; mend that, and wake them together again",
+        )
 
 
 class Arriving:
@@ -242,8 +263,9 @@ def status() -> dict[str, PoolStatus]:
         buffers = known[tag].buffers if tag in known else ()
         kept: dict[str, int] = {}
         for buffer in buffers:
-            if buffer.paused:
-                where = asleep(buffer).keep or "nowhere"
+            backup: Any = buffer._backup  # read once: it may be woken, or closed, meanwhile
+            if buffer.paused and backup is not None:
+                where = backup.keep or "nowhere"
                 kept[where] = kept.get(where, 0) + sum(chunk.size for chunk in buffer._chunks)
         slept = pools()[tag].asleep if tag in pools() else bool(kept)
         told[tag] = PoolStatus(
@@ -251,7 +273,7 @@ def status() -> dict[str, PoolStatus]:
             state="asleep" if slept else "awake",
             segments=len(buffers),
             size=sum(buffer.size for buffer in buffers),
-            resident=sum(sum(buffer.footprint().values()) for buffer in buffers),
+            resident=sum(chunk.size for buffer in buffers for chunk in buffer._backing()),
             kept=kept,
             shared=sum(buffer._shared for buffer in buffers),
             devices=tuple(sorted({place.index for buffer in buffers for place in buffer.resident if place.is_device})),
@@ -319,9 +341,7 @@ def check_not_capturing(asked: str) -> None:
 def _moving(plan: Mapping[str, Keep], doing: str) -> Generator[list[Pool]]:
     known = pools()
     chosen = [known[tag] for tag in plan if tag in known]
-    with ExitStack() as stack:
-        for pool in chosen:
-            stack.enter_context(pool.moving(doing))
+    with moving(chosen, doing):
         yield chosen
 
 
@@ -338,20 +358,33 @@ def _keep(buffer: Buffer) -> Keep:
 
 
 def _asleep() -> set[str]:
-    slept = {tag for tag, pool in pools().items() if pool.asleep}
+    slept = {tag for tag, pool in list(pools().items()) if pool.asleep}
     return slept | {tag for tag, one in groups().items() if any(buffer.paused for buffer in one.buffers)}
 
 
-def _segments_of(what: Iterable[Any]) -> list[Buffer]:
-    """Return the buffers that tensors, modules and buffers lie in, each once, in order."""
+def _order(what: Iterable[Any], buffers: Iterable[Buffer]) -> list[Buffer]:
+    """Return those of the buffers that tensors, modules and buffers lie in, each once, in order.
+
+    What lies elsewhere has nothing to wait for: parts of modules are left out. Raises `InvalidValueError` for a tensor
+    or a module with nothing at all in them.
+    """
+    among = sorted(buffers, key=lambda one: one._address)
+    addresses = [one._address for one in among]
     found: dict[Buffer, None] = {}
     for one in what:
         if isinstance(one, Buffer):
             found[one] = None
             continue
-        for tensor in _tensors((one,)):
-            if tensor.numel():
-                found[buffer_at(tensor, "the order")] = None
+        spans = [span for tensor in _tensors((one,)) if (span := span_of(tensor))[1]]
+        below = [(start, bisect_right(addresses, start) - 1) for start, _ in spans]
+        mine = [among[at] for start, at in below if at >= 0 and start < addresses[at] + among[at]._reserved]
+        if spans and not mine:
+            raise InvalidValueError(
+                f"a {type(one).__name__} in order=",
+                rule="none of it lies in the memory that is to be woken",
+                next_step="Name its pool, too, or leave it out of order=",
+            )
+        found.update(dict.fromkeys(mine))
     return list(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 from remap.errors import RemapError
@@ -12,6 +13,11 @@ def immortal(thing: Any) -> Any:
     """Keep an object until the process ends, interpreter shutdown included, and return it (trap 22)."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
+
+
+def switched_on(variable: str) -> bool:
+    """Tell whether an environment variable says yes; nothing, 0, false, no and off say no, in whatever case."""
+    return os.environ.get(variable, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 class MissingPackageError(RemapError, ImportError):

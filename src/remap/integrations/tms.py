@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 
 from remap.errors import InvalidValueError, RemapError
 from remap.integrations.memory import memory
-from remap.integrations.pools import PoolOptions, pool_of, pools
-from remap.integrations.routing import outside
+from remap.integrations.pools import PoolOptions, outside, pool_of, pools
 from remap.integrations.sleeping import backup, sleep, wake
-from remap.integrations.support import missing
+from remap.integrations.support import missing, switched_on
 from remap.integrations.tensors import Tensor, device_of, span_of
 from remap.residency.stores import Keep
+from remap.sizes import parse_size
 
 MODE = "remap"
 """The name of the hook mode."""
@@ -55,6 +55,7 @@ class TorchMemorySaver:
     ) -> Generator[None]:
         """Let tensors that are made inside be paused by their tag; contents are kept as asked. Regions nest.
 
+        Raises `PausedError` while the tag is paused; and inside of one its tag cannot be paused (`InUseError`).
         `cpu_backup_backend` is taken and makes no difference: host memory of backups is page-locked where it can be.
         """
         keep = _keep(enable_cpu_backup, enable_disk_backup)
@@ -74,7 +75,10 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: str | None = None,
     ) -> Generator[None]:
-        """Capture as `torch.cuda.graph` does, into memory that can be paused by its tag."""
+        """Capture as `torch.cuda.graph` does, into memory that can be paused by its tag.
+
+        Raises `NotSupportedError` without CUDA.
+        """
         del cpu_backup_backend  # as in `region`
         found = pool_of(_name(tag, _keep(enable_cpu_backup, False)), PoolOptions(), asked=False)
         with found.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
@@ -163,9 +167,10 @@ class _BinaryWrapper:
         return self
 
     def set_memory_margin_bytes(self, value: int) -> None:
-        """Set the margin."""
-        memory().table.set_margin(value)
-        self.margin = value
+        """Set the margin; raises `InvalidValueError` for a negative one."""
+        size = parse_size(value, "memory_margin_bytes")
+        memory().table.set_margin(size)
+        self.margin = size
 
     def tms_get_retain_cpu_backup(self) -> bool:
         """Return whether backups' memory is kept."""
@@ -199,7 +204,7 @@ def register_hook_mode(name: str, factory: Any, *, uses_preload: bool = True) ->
 
 def register() -> None:
     """Call `install` where `REMAP_TMS` says so. A `sglang.srt.plugins` entry, loaded in each of SGLang's processes."""
-    if os.environ.get(FLAG, "0") not in ("", "0"):
+    if switched_on(FLAG):
         install()
 
 
@@ -252,7 +257,7 @@ def _name(tag: str, keep: Keep) -> str:
 def _pools(tag: str | None) -> Iterator[tuple[str, Keep]]:
     """Yield the pools of a tag, or of all tags, each with what is kept of it."""
     keeps: tuple[Keep, ...] = ("host", "disk", None)
-    for name in pools():
+    for name in list(pools()):
         for keep in keeps:
             suffix = f"/{keep or 'none'}"
             if (

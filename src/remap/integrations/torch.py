@@ -19,9 +19,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from remap import drivers
 from remap.errors import InvalidValueError
 from remap.exports import Export
 from remap.integrations.adopted import AdoptedBuffer
+from remap.integrations.blocks import innermost
 from remap.integrations.elastic_tensor import ElasticTensor
 from remap.integrations.lookup import buffer_at
 from remap.integrations.memory import memory
@@ -29,12 +31,11 @@ from remap.integrations.pools import (
     Pool,
     PoolOptions,
     Release,
-    current_pool,
     options_from,
+    outside,
     pool_of,
     pools,
 )
-from remap.integrations.routing import outside
 from remap.integrations.sleeping import (
     Arriving,
     PoolStatus,
@@ -48,6 +49,7 @@ from remap.integrations.sleeping import (
 from remap.integrations.tensors import (
     Bytes,
     Tensor,
+    device_number,
     device_of,
     extents_of,
     size_of,
@@ -101,10 +103,11 @@ def pool(
 ) -> AbstractContextManager[Pool]:
     """Route this thread's allocations into the pool of a tag, for a block: `with remap.torch.pool("weights"):`.
 
-    Blocks nest, and threads may be in pools at the same time, the same one included. `devices` are those to route on,
-    by default all on which this process has a context. Tensors outlive the block. Memory that holds no tensor any more
-    stays for the next block, until the pool sleeps or is trimmed; with `release="region"` it goes back with the block,
-    and so does what torch caches elsewhere, as `torch.cuda.empty_cache()` has it.
+    Blocks nest, and threads may be in pools at the same time, the same one included. They end in the order in which
+    they began: one that is not the innermost of its thread raises `InUseError` when it ends. `devices` are those to
+    route on, by default all on which this process has a context. Tensors outlive the block. Memory that holds no
+    tensor any more stays for the next block, until the pool sleeps or is trimmed; with `release="region"` it goes
+    back with the block, and so does what torch caches elsewhere, as `torch.cuda.empty_cache()` has it.
 
     `shareable` and `rdma` make memory that other processes, NCCL, UCX and NIXL can register; fabric is left out of
     several kinds where its probe fails. A segment is `chunks` physical allocations: with 1, whoever looks its address
@@ -127,13 +130,26 @@ def graph(graph: Any, tag: str, **options: Any) -> AbstractContextManager[Pool]:
 
 
 def empty(*shape: int | Sequence[int], dtype: Any = None, device: DeviceLike | None = None) -> Tensor:
-    """Return a new tensor in the pool that this thread is in: `Pool.empty`. Works with CPU torch, too."""
-    return current_pool("empty").empty(*shape, dtype=dtype, device=device)
+    """Return a new tensor in the pool that this thread is in: `Pool.empty`. Works with CPU torch, too.
+
+    Inside of `outside` it is an ordinary one.
+    """
+    return _empty("empty", *shape, dtype=dtype, device=device)
 
 
 def empty_like(other: Tensor) -> Tensor:
     """Return a new contiguous tensor like another one, in the pool that this thread is in."""
-    return current_pool("empty_like").empty(tuple(other.shape), dtype=other.dtype, device=device_of(other))
+    return _empty("empty_like", tuple(other.shape), dtype=other.dtype, device=device_of(other))
+
+
+def _empty(asked: str, *shape: int | Sequence[int], dtype: Any, device: DeviceLike | None) -> Tensor:
+    found = innermost(asked)
+    if found is not None:
+        return found.empty(*shape, dtype=dtype, device=device)
+    if drivers.current().name != "cuda":
+        return _torch.empty(*shape, dtype=type_of(dtype))
+    at = _torch.cuda.current_device() if device is None else device_number(device)
+    return _torch.empty(*shape, dtype=type_of(dtype), device=_torch.device("cuda", at))
 
 
 def tensor(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import os
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from remap.integrations.memory import memory
 from remap.integrations.pools import PoolOptions, pool_of, pools
 from remap.integrations.routing import check_torch
 from remap.integrations.sleeping import sleep, wake
+from remap.integrations.support import switched_on
 from remap.lifetime import capturing
 from remap.residency.stores import Keep
 
@@ -133,7 +135,7 @@ def register() -> None:
     Does nothing in a vLLM that has neither. Raises `NotSupportedError` for one whose interface is another, before
     anything is allocated.
     """
-    if os.environ.get(FLAG, "0") in ("", "0"):
+    if not switched_on(FLAG):
         return
     install()
     factory = _factory()
@@ -159,13 +161,17 @@ def install() -> RemapAllocator:
 
 
 def check_interface(kind: Any) -> None:
-    """Raise `NotSupportedError` unless a `CuMemAllocator` class has the methods that are known here, and no others."""
+    """Raise `NotSupportedError` unless a `CuMemAllocator` class has the methods that are known here, and no others.
+
+    Nor may a method ask its callers for more than is known here, or for less than is needed.
+    """
     methods = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
     lacking = KNOWN - OPTIONAL - methods
     if lacking:
         raise _refusal(f"its CuMemAllocator lacks {sorted(lacking)}")
     if methods - KNOWN:
         raise _refusal(f"its CuMemAllocator can do more than is known here: {sorted(methods - KNOWN)}")
+    _check_parameters("CuMemAllocator", kind, RemapAllocator, methods)
 
 
 def check_backend(kind: Any) -> None:
@@ -222,7 +228,33 @@ def make_backend(base: Any) -> Any:
             """Return that `tags` says what is kept."""
             return True
 
+    _check_parameters("SleepModeBackend", base, RemapBackend, ("suspend", "resume"))
     return RemapBackend
+
+
+def _check_parameters(name: str, theirs: Any, ours: Any, methods: Iterable[str]) -> None:
+    """Raise `NotSupportedError` where callers of vLLM's method have to give what ours does not take, or the reverse."""
+    for method in sorted(methods):
+        if not hasattr(ours, method):
+            continue  # called by vLLM's own class alone
+        asked, taken = _parameters(getattr(theirs, method)), _parameters(getattr(ours, method))
+        for required, known in ((asked, taken), (taken, asked)):
+            unknown = [
+                one.name
+                for one in required.values()
+                if one.default is one.empty and one.kind not in _REST and one.name not in known
+            ]
+            if unknown and not any(one.kind in _REST for one in known.values()):
+                raise _refusal(f"its {name}.{method} takes {list(asked)}, and remap's {list(taken)}")
+
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(method: Any) -> dict[str, inspect.Parameter]:
+    found = dict(inspect.signature(method).parameters)
+    found.pop("self", None)
+    return found
 
 
 def __getattr__(name: str) -> Any:
@@ -239,7 +271,7 @@ def _factory() -> Any:
     module: Any = _import("vllm.device_allocator.sleep_mode_backend")
     if module is None:
         return None
-    check_backend(module.SleepModeBackend)
+    make_backend(module.SleepModeBackend)  # refused before vLLM asks for it
     return module.SleepModeBackendFactory
 
 
@@ -266,4 +298,4 @@ def _name(tag: str) -> str:
 
 
 def _tags() -> list[str]:
-    return [name[5:] for name in pools() if name.startswith("vllm/")]
+    return [name[5:] for name in list(pools()) if name.startswith("vllm/")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from remap import drivers
@@ -11,7 +11,7 @@ from remap.buffers.base import Buffer
 from remap.buffers.changes import shares_of
 from remap.buffers.shares import Share
 from remap.ends import End
-from remap.errors import InvalidValueError, OutOfMemoryError
+from remap.errors import ClosedError, InvalidValueError, OutOfMemoryError
 from remap.lifetime import Rollback, drain, undo
 from remap.locations import in_context
 from remap.ranges import Chunk
@@ -100,6 +100,40 @@ def resume(
     waits for the rest. Buffers whose addresses were given away are mapped before it returns, and what is read from a
     file has arrived.
     """
+    drain()
+    plans = named(buffers, "resumed")
+    for buffer in plans:
+        buffer._check()
+    woken, changed = put_back(
+        plans,
+        wait=wait,
+        order=order,
+        events=events,
+        keep_host=keep_host,
+        progress=progress,
+        poison=poison,
+    )
+    announce(changed)
+    return woken
+
+
+def put_back(
+    buffers: Targets,
+    *,
+    wait: float,
+    order: Targets | None,
+    events: bool,
+    keep_host: bool,
+    progress: Progress | None,
+    poison: bool,
+    settle: Callable[[], object] = drain,
+) -> tuple[Moved | Waking, list[Buffer]]:
+    """Do what `resume` does and tell no listeners; return who has changed, too.
+
+    For callers who may have to take it back: listeners are told when it is final. Buffers that are closed meanwhile are
+    left out, as if they had been closed right after it; `resume` refuses those that were closed before it was called.
+    `settle` is called now and then while it waits: it gives back what others have let go of.
+    """
     start = time.perf_counter()
     drain()
     driver = drivers.current()
@@ -111,28 +145,32 @@ def resume(
     check_seconds(wait, "resume")
     plans = _ordered(named(buffers, "resumed"), () if order is None else order)
     for buffer in plans:
-        buffer._check()
         if isinstance(buffer._arriving, Arrival):
             buffer._arriving.waking.go_on()
     deadline = start + wait
     pause = 0.001
     while True:
-        # What another thread moves is refused there, whatever state it is in.
-        with held([buffer for buffer in plans if buffer._paused or buffer._taken], "resumed"):
-            asked = [buffer for buffer in plans if buffer._paused]
-            before = free_memory(asked)
-            try:
-                waking = _wake(driver, asked, before, start, events, keep_host, progress, poison)
-            except OutOfMemoryError as error:
-                if time.perf_counter() >= deadline:
-                    raise _explained(error, asked, before) from None
-            else:
-                break
+        plans = [buffer for buffer in plans if not buffer.closed]
+        try:
+            # What another thread moves is refused there, whatever state it is in.
+            with held([buffer for buffer in plans if buffer._paused or buffer._taken], "resumed"):
+                asked = [buffer for buffer in plans if buffer._paused]
+                before = free_memory(asked)
+                try:
+                    waking = _wake(driver, asked, before, start, events, keep_host, progress, poison)
+                except OutOfMemoryError as error:
+                    if time.perf_counter() >= deadline:
+                        raise _explained(error, asked, before) from None
+                else:
+                    break
+        except ClosedError:
+            if any(buffer.closed for buffer in plans):
+                continue
+            raise
         # Held by nobody while it waits: closing one of the buffers, for instance, must stay possible.
-        _wait_for_memory(asked, deadline, pause)
+        _wait_for_memory(asked, deadline, pause, settle)
         pause = min(2 * pause, _LONGEST_WAIT)
-    announce(asked)
-    return waking
+    return waking, asked
 
 
 def _wake(
@@ -336,13 +374,19 @@ def _ordered(plans: Collection[Buffer], order: Targets) -> list[Buffer]:
     return list(dict.fromkeys([*first, *plans]))
 
 
-def _wait_for_memory(buffers: list[Buffer], deadline: float, pause: float) -> None:
+def _wait_for_memory(
+    buffers: list[Buffer], deadline: float, pause: float, settle: Callable[[], object]
+) -> None:
     """Sleep until as much memory is free as is needed, asking now and then, or until the deadline."""
     needed = _needed(buffers)
     while (left := deadline - time.perf_counter()) > 0:
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_WAIT)
-        free = free_memory([buffer for buffer in buffers if not buffer.closed])
+        settle()
+        waiting = [buffer for buffer in buffers if not buffer.closed]
+        if len(waiting) < len(buffers):
+            buffers, needed = waiting, _needed(waiting)
+        free = free_memory(buffers)
         if all(info.free >= needed.get(place, 0) for place, info in free.items()):
             return
 
