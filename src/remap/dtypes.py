@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remap.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    import numpy
 
 ADDED = {
     "bfloat16": (4, 16),
@@ -17,7 +20,7 @@ ADDED = {
 """The types that NumPy has not, with the code and the bits that DLPack has for them (`DLDataTypeCode`)."""
 
 
-def parse_dtype(dtype: Any) -> Any:
+def parse_dtype(dtype: Any) -> numpy.dtype[Any]:
     """Return NumPy's dtype for a name, a dtype of NumPy or torch, or what else NumPy takes for one.
 
     Raises `TypeError` for what is none, and `InvalidValueError` for a type that NumPy has only with ml_dtypes, where
@@ -35,7 +38,7 @@ def parse_dtype(dtype: Any) -> Any:
         raise TypeError(f"a dtype is one of NumPy's, such as 'float32', not {dtype!r}: {error}") from None
 
 
-def added(name: str) -> Any:
+def added(name: str) -> numpy.dtype[Any]:
     """Return the dtype that ml_dtypes has for one of the types in `ADDED`."""
     import numpy as np
 
@@ -49,4 +52,5 @@ def added(name: str) -> Any:
             next_step=f"Install ml_dtypes, or view the bits: array({bits!r}), and in torch "
             f"torch.from_dlpack(array).view(torch.{name})",
         ) from None
-    return np.dtype(getattr(ml_dtypes, name))
+    kind: numpy.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return kind

@@ -219,7 +219,7 @@ class Asked(Allocator):
 class Asleep(Present):
     """One whose callers give less."""
 
-    def discard(self) -> None: ...
+    def discard(self) -> None: ...  # type: ignore[override]
 
 
 class Open(Allocator):
