@@ -353,11 +353,15 @@ def live(kind: type[Resource] = Resource) -> list[Resource]:
 @contextmanager
 def on_creation(hook: Callable[[Resource], None]) -> Generator[None]:
     """Call `hook` with each object made in this context, until the block ends. Groups and traces use it."""
-    token = _hooks.set((*_hooks.get(), hook))
+    _hooks.set((*_hooks.get(), hook))
     try:
         yield
     finally:
-        _hooks.reset(token)
+        # Not by a token: of blocks that end in another order, the last one would bring the first one's hook back.
+        before = list(_hooks.get())[::-1]
+        if hook in before:
+            before.remove(hook)
+        _hooks.set(tuple(before[::-1]))
 
 
 def epoch() -> int:

@@ -144,3 +144,17 @@ def test_closing_while_a_resume_waits(stage: Stage) -> None:
         assert not one.paused
         with pytest.raises(remap.ClosedError):
             remap.resume([one, other])
+
+
+def test_groups_whose_blocks_end_in_another_order(stage: Stage) -> None:
+    """Nothing of a block stays behind it, whichever ends first, as blocks of tasks and of generators do."""
+    del stage
+    blocks = [remap.group("first"), remap.group("second")]
+    groups = [block.__enter__() for block in blocks]
+    blocks[0].__exit__(None, None, None)
+    with remap.allocate(SIZE, resident=0) as inside:
+        assert [inside in one.buffers for one in groups] == [False, True]
+    blocks[1].__exit__(None, None, None)
+    with remap.allocate(SIZE, resident=0) as outside, remap.DeviceBuffer.empty(1, "uint8") as small:
+        assert not any(outside in one.buffers for one in groups)
+        assert not isinstance(small.owner, remap.Buffer), "mapped memory is for those inside of a group"

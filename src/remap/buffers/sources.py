@@ -24,17 +24,19 @@ from remap.types import Access
 Source: TypeAlias = Literal["plain", "mapped"] | Span | None
 """What is taken as a source: a kind of memory, memory itself (its first bytes are used), or None for the default."""
 
-_mapped_only: ContextVar[bool] = ContextVar("remap_mapped_only", default=False)
+_mapped_only: ContextVar[int] = ContextVar("remap_mapped_only", default=0)
+"""How many blocks of `mapped_only` this context is in."""
 
 
 @contextmanager
 def mapped_only() -> Generator[None]:
     """Let buffers that name no source take mapped memory, whatever their size. Groups use it."""
-    token = _mapped_only.set(True)
+    _mapped_only.set(_mapped_only.get() + 1)
     try:
         yield
     finally:
-        _mapped_only.reset(token)
+        # Not by a token: of blocks that end in another order, the last one would bring the first one's value back.
+        _mapped_only.set(max(_mapped_only.get() - 1, 0))
 
 
 def take(size: int, at: Device, source: Source) -> tuple[Span, bool]:
