@@ -43,12 +43,41 @@ class Entry(NamedTuple):
     inode: int
     size: int
 
-    @property
-    def alive(self) -> bool:
-        """Whether the owner still runs, or cannot be asked: memory of the living must not count as free."""
-        if _started(self.process) not in {self.started, _UNKNOWN}:
+
+class _Processes:
+    """What the processes of one look at the table do, each asked once."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, int] = {}
+        self._files: dict[int, frozenset[int] | None] = {}
+
+    def alive(self, entry: Entry) -> bool:
+        """Tell whether an owner still runs, or cannot be asked: memory of the living must not count as free."""
+        process = entry.process
+        if process not in self._started:
+            self._started[process] = _started(process)
+        if self._started[process] not in {entry.started, _UNKNOWN}:
             return False
-        return self.driver != _NO_DRIVER or _has(self.process, self.inode) is not False
+        return entry.driver != _NO_DRIVER or self.has(process, entry.inode) is not False
+
+    def has(self, process: int, inode: int) -> bool | None:
+        """Tell whether a process has a descriptor of a shareable file; None if this process may open no more files."""
+        if process not in self._files:
+            self._files[process] = _files(process)
+        files = self._files[process]
+        return None if files is None else inode in files
+
+    def holder(self, inode: int) -> int | None:
+        """Return a process that has a descriptor of a file, 0 if there is none, and None if it cannot be seen."""
+        try:
+            processes = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        except OSError as error:
+            return None if error.errno in _EXHAUSTED else 0
+        for process in processes:
+            has = self.has(process, inode)
+            if has is not False:
+                return process if has else None
+        return 0
 
 
 class Ledger:
@@ -116,7 +145,7 @@ class Ledger:
             with contextlib.suppress(RemapError), self._locked() as entries:
                 left = [entry for entry in entries if entry[:3] == self._owner]
                 entries[:] = [entry for entry in entries if entry[:3] != self._owner]
-                _hand_on(left, entries)
+                _hand_on(left, entries, _Processes())
             self._close_file()
 
     def after_fork(self) -> None:
@@ -141,10 +170,11 @@ class Ledger:
     def _locked(self) -> Generator[list[Entry]]:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
-            before = self._read()
-            entries = [entry for entry in before if entry.alive]
+            before, processes = self._read(), _Processes()
+            entries = [entry for entry in before if processes.alive(entry)]
             if len(entries) < len(before):
-                _hand_on([entry for entry in before if entry not in entries], entries)
+                living = set(entries)
+                _hand_on([entry for entry in before if entry not in living], entries, processes)
             yield entries
             if entries != before:
                 self._write(entries)
@@ -197,35 +227,22 @@ def _sum(entries: list[Entry], place: str) -> int:
     return sum(shared.values()) + sum(entry.size for entry in here if not entry.inode)
 
 
-def _hand_on(left: list[Entry], entries: list[Entry]) -> None:
+def _hand_on(left: list[Entry], entries: list[Entry], processes: _Processes) -> None:
     """Give shareable memory, of whom that leaves, to a process that has a descriptor of it, if there is one.
 
     Also where another driver holds it: that may leave before the process does.
     """
     known = {entry.inode for entry in entries if entry.driver == _NO_DRIVER}
     for entry in {entry.inode: entry for entry in left if entry.inode and entry.inode not in known}.values():
-        holder = _holder(entry.inode)
+        holder = processes.holder(entry.inode)
         if holder is None:  # nobody can be asked now
             entries.append(entry)
         elif holder:
             entries.append(entry._replace(process=holder, started=_started(holder), driver=_NO_DRIVER))
 
 
-def _holder(inode: int) -> int | None:
-    """Return a process that has a descriptor of a shareable file, 0 if there is none, and None if it cannot be seen."""
-    try:
-        processes = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    except OSError as error:
-        return None if error.errno in _EXHAUSTED else 0
-    for process in processes:
-        has = _has(process, inode)
-        if has is not False:
-            return process if has else None
-    return 0
-
-
-def _has(process: int, inode: int) -> bool | None:
-    """Tell whether a process has a descriptor of a shareable file; None if this process may open no more files.
+def _files(process: int) -> frozenset[int] | None:
+    """Return the inodes of the shareable files that a process has open; None if this process may open no more files.
 
     What is not to be seen, of other users and of those who hide it, counts as not there.
     """
@@ -233,14 +250,16 @@ def _has(process: int, inode: int) -> bool | None:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        return None if error.errno in _EXHAUSTED else False
+        return None if error.errno in _EXHAUSTED else frozenset()
+    found: set[int] = set()
     for name in names:
         with contextlib.suppress(OSError):  # closed meanwhile
             path = f"{folder}/{name}"
-            # Other file systems have files of the same number.
-            if os.stat(path).st_ino == inode and os.readlink(path).startswith("/memfd:remap "):
-                return True
-    return False
+            if os.readlink(path).startswith(
+                "/memfd:remap "
+            ):  # other file systems have files of the same number
+                found.add(os.stat(path).st_ino)
+    return frozenset(found)
 
 
 def _started(process: int) -> int:
