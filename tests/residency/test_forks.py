@@ -243,6 +243,75 @@ def test_pools_count_shared_chunks_once(stage: Stage) -> None:
         assert used().used == 0
 
 
+def test_a_listener_that_closes_what_moved(stage: Stage) -> None:
+    """What left a pool's location has left its figures, before anybody who is told of the move can close it."""
+    del stage
+    with remap.ChunkPool(0, limit=64 * MiB) as pool, family(1, pool=pool) as made:
+        made.all[0].on_change(lambda _: made.close())
+        other = remap.ElasticBuffer(4 * CHUNK, device=0, chunk=CHUNK, pool=pool)
+        other.resize(CHUNK)
+        remap.migrate(made.all, remap.Host())
+        assert pool.statistics().used == CHUNK
+        other.close()
+
+
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("resident", ["peer", "host", "both"])
+def test_memory_that_others_fill(stage: Stage, resident: str, events: bool) -> None:
+    """Who may write copies what is shared back in, wherever it lies; nobody may write it in the end."""
+    places: list[Any] = (
+        [remap.Host()] if resident == "host" else [p.index for p in remap.device(0).peers()][:1]
+    )
+    if not places:
+        pytest.skip("needs two devices that reach each other")
+    where = [0, *places] if resident == "both" else places
+    made = remap.ElasticBuffer(8 * CHUNK, resident=where, accessing=0, chunk=CHUNK)
+    made.resize(PREFIX)
+    made.copy_from_host(contents(0, PREFIX))
+    fork = made.fork()
+    remap.pause([made, fork])
+    woken = remap.resume([fork, made], events=events)
+    if isinstance(woken, remap.Waking):
+        woken.close()
+    for one in (made, fork):
+        assert np.array_equal(one.to_host(), contents(0, PREFIX))
+        assert stage.inner.get_access(one._address, remap.device(0).location) is Access.READ
+        one.close()
+
+
+def test_waking_takes_few_calls(stage: Stage) -> None:
+    """Rights go to runs of chunks, also where forks share them; what no fork has any more is as any other memory."""
+    made = remap.ElasticBuffer(64 * CHUNK, device=0, chunk=CHUNK)
+    made.resize(16 * CHUNK)
+    fork = made.fork()
+    for users in ([made, fork], [made]):
+        remap.pause(users)
+        mark = stage.mark()
+        remap.resume(users)
+        names = stage.names_since(mark)
+        assert names.count("create") == 16
+        assert names.count("set_access") == 2 * len(users) - 1, "carried, lowered and borrowed; or its own"
+        fork.close()
+    made.fill(1)
+    made.close()
+
+
+def test_the_backup_of_one_whose_forks_have_gone(stage: Stage) -> None:
+    """It is its own again, when it sleeps with it, and when the others go while it sleeps."""
+    del stage
+    for early in (True, False):
+        with family(1) as made:
+            root, fork = made.all
+            if early:
+                fork.close()
+            remap.pause([one for one in made.all if not one.closed])
+            fork.close()
+            remap.backup(root)[0] = 7
+            remap.resume(root)
+            root.fill(1, offset=1)
+            assert root.to_host()[0] == 7
+
+
 def test_waiting_for_memory(stage: Stage) -> None:
     """It is looked for as much memory as there was: a chunk that three share is needed once."""
     with family() as made:

@@ -584,3 +584,13 @@ def test_an_import_is_handed_on_twice(stage: Stage, nothing_left: None) -> None:
         before = remap.open(ticket, access="rw")
     assert (before.to_host() == 7).all()
     before.close()
+
+
+def test_what_forks_share_is_not_exported(stage: Stage) -> None:
+    """An importer would go on using it when a fork has it alone and writes; without forks it can be exported (12)."""
+    del stage
+    with remap.ElasticBuffer("16MiB", device=0, chunk="2MiB", shareable="posix_fd") as buffer:
+        buffer.resize("4MiB")
+        with buffer.fork(), pytest.raises(remap.InUseError, match="make_private"):
+            remap.export(buffer)
+        remap.export(buffer).close()

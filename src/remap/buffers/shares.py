@@ -141,11 +141,11 @@ def separate(buffer: GrowingBuffer, chunks: Sequence[Chunk]) -> None:
             left = [Left(shares[chunk.address], chunk.size, lent[chunk.address], False) for chunk in chunks]
             gone = {chunk.address for chunk in chunks}
             kept = {address: share for address, share in shares.items() if address not in gone}
-            old = _put(buffer, chunks, handles)
-            # No call before it is noted what is left to do: an interrupt finds either all of it undone, or that.
-            leftovers = Release(0, [(leave, (left, driver.lock))])
-            leftovers.steps += [(driver.release, (handle,)) for handle in (*old, *handles)]
-            buffer._shares = kept
+            then = Release(0, [(leave, (left, driver.lock))])
+            then.steps += [(driver.release, (handle,)) for handle in handles]
+            _put(buffer, chunks, handles, then)
+            # No call here: an interrupt finds all of it undone, or knows what is left to do.
+            leftovers, buffer._shares = then, kept
     except BaseException as error:
         if leftovers is not None:
             queued.append(leftovers)
@@ -202,13 +202,14 @@ def waited_for(driver: Any, queue: Queue) -> Generator[None]:
         raise
 
 
-def _put(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]) -> list[int]:
-    """Map other memory where chunks are, and return the handles of what was there; all of it, or nothing."""
+def _put(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int], then: Release) -> None:
+    """Map other memory where chunks are, and let `then` release what was there; all of it, or nothing."""
     driver, granted = buffer._driver, buffer._granted
     old: list[int] = []
     try:
         for chunk in chunks:
-            old.append(driver.retain(chunk.address))  # noqa: PERF401 (it may fail half-way)
+            old.append(driver.retain(chunk.address))
+            then.steps.append((driver.release, (old[-1],)))
         with Rollback() as rollback:
             for chunk, handle, before in zip(chunks, handles, old, strict=True):
                 rollback.undo(
@@ -222,7 +223,6 @@ def _put(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int])
     except BaseException as error:
         undo(error, release_all, driver, old)
         raise
-    return old
 
 
 def _map_back(buffer: GrowingBuffer, chunk: Chunk, handle: int) -> None:
