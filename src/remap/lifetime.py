@@ -18,7 +18,6 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -312,27 +311,24 @@ def drain() -> int:
     if _process.captures:
         return 0
     releases: list[Release] = []
-    with suppress(IndexError):  # another thread took the last one
-        while queued:
-            releases.append(queued.popleft())
-    waiting = deque(sorted(releases, key=attrgetter("order")))
-    refused: list[Release] = []
     try:
-        while waiting:
+        with suppress(IndexError):  # another thread took the last one
+            while queued:
+                releases.append(queued.popleft())
+        for release in sorted(releases, key=attrgetter("order")):
             try:
-                waiting[0].run()
+                release.run()
+                release.begun = True  # also where it had no steps
             except Exception as error:  # noqa: BLE001 - what a foreign object raises concerns no later call, either
-                if isinstance(error, InUseError) and not waiting[0].begun:
-                    refused.append(waiting[0])
-                else:
-                    waiting[0].begun = True  # told once, and not tried again
-                    said = error if isinstance(error, RemapError) else f"{type(error).__name__}: {error}"
-                    failed = f"giving back an unclosed object failed: {said}"
-                    warnings.warn(failed, RemapWarning, stacklevel=2)
-            waiting.popleft()
+                if isinstance(error, InUseError) and not release.begun:
+                    continue
+                release.begun = True  # told once, and not tried again
+                said = error if isinstance(error, RemapError) else f"{type(error).__name__}: {error}"
+                failed = f"giving back an unclosed object failed: {said}"
+                warnings.warn(failed, RemapWarning, stacklevel=2)
     finally:
-        queued.extend(release for release in (*refused, *waiting) if not release.begun)
-    return len(releases) - len(refused)
+        queued.extend([release for release in releases if not release.begun])
+    return sum(release.begun for release in releases)
 
 
 def collect() -> int:
