@@ -91,7 +91,7 @@ def _joined(first: Exception | None, error: Exception) -> Exception:
 queued: deque[Release] = deque()
 """What finalisers and interrupts left to do; a call that opens or closes something runs `drain()` if there is any."""
 
-_REPEATABLE = frozenset({"unmap", "_unmap_all", "leave", "forget", "arrived", "free_segment"})
+_REPEATABLE = frozenset({"unmap", "_unmap_all", "_free", "leave", "forget", "arrived", "free_segment"})
 """What may be called again where an interrupt leaves it open whether it was done: unmapping nothing is fine (T7)."""
 
 

@@ -305,6 +305,29 @@ def test_interrupted_forking(act: str) -> None:
         one.close()
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_interrupted_closing_of_pool_memory(after: bool) -> None:
+    """It is freed once, by the close or by what is left of it; places in the driver are left out, as on CUDA (4)."""
+    rooms = (str(Path(remap.__file__).parent / "buffers"),)
+    device = remap.device(0)
+
+    def free_now() -> int:
+        lifetime.drain()
+        device.synchronize()  # it is freed in the order of its stream
+        return free()
+
+    with remap.Stream(0) as stream:
+        remap.DeviceBox.zeroed(SIZE, "uint8").close()
+        before = free_now()
+        made = [remap.DeviceBox.zeroed(SIZE, "uint8")]
+        for done in every(lambda: made[0].close(after=stream) if after else made[0].close(), rooms):
+            made.pop().close()
+            assert free_now() == before, done.where
+            assert lifetime.live() == [stream], done.where
+            made.append(remap.DeviceBox.zeroed(SIZE, "uint8"))
+        made.pop().close()
+
+
 def test_interrupted_end_of_a_move() -> None:
     """Once all has moved, what held the old memory is given back, at once or by the next call (invariant 5)."""
     with remap.allocate(SIZE, resident=0, accessing=[0, 1]) as buffer:

@@ -75,7 +75,7 @@ class PoolMemory(FixedMemory):
 
         def after_that(release: Release) -> None:
             if self._size:
-                release.steps = [(_free, (self.device, self.home, self._address, None, after))]
+                release.steps = [(_free, (self.device, self.home, self._address, None, after, []))]
 
         if self._close(after_that) and self._known_uses is not None:
             self._known_uses.forget()
@@ -122,7 +122,7 @@ class PoolMemory(FixedMemory):
     def _detach(self) -> Release:
         if not self._size:
             return Release(0, [])
-        return Release(0, [(_free, (self.device, self.home, self._address, self._known_uses, None))])
+        return Release(0, [(_free, (self.device, self.home, self._address, self._known_uses, None, []))])
 
 
 class _Born:
@@ -261,8 +261,20 @@ def _check_not_capturing(queue: Queue, asked: str) -> None:
         raise error.explain(asked, next_step=step) from None
 
 
-def _free(at: Device, home: Queue, address: int, uses: Uses | None, after: StreamLike | Event | None) -> None:
-    """Free memory in its home stream, or in a lent one where that has gone, after the work of all others."""
+def _free(
+    at: Device,
+    home: Queue,
+    address: int,
+    uses: Uses | None,
+    after: StreamLike | Event | None,
+    done: list[bool],
+) -> None:
+    """Free memory in its home stream, or in a lent one where that has gone, after the work of all others.
+
+    Doing so again, after an interrupt, frees it unless that was `done`, or begun.
+    """
+    if done:
+        return
     driver: Any = at._driver
     if home.gone():
         at.synchronize()
@@ -278,6 +290,9 @@ def _free(at: Device, home: Queue, address: int, uses: Uses | None, after: Strea
                     driver.wait_event(home.handle, after.handle)
                 elif after is not None:
                     home.follow(as_stream(after, at))
+                done[:] = [
+                    True
+                ]  # before the call: an interrupt comes as it returns, and nothing may go twice
                 driver.pool_free(address, home.handle)
         finally:
             if lent is not None:
