@@ -308,7 +308,7 @@ def test_interrupted_forking(act: str) -> None:
 @pytest.mark.parametrize("after", [False, True])
 def test_interrupted_closing_of_pool_memory(after: bool) -> None:
     """It is freed once, by the close or by what is left of it; places in the driver are left out, as on CUDA (4)."""
-    rooms = (str(Path(remap.__file__).parent / "buffers"),)
+    rooms = tuple(str(Path(remap.__file__).parent / room) for room in ("buffers", "uses.py", "streams.py"))
     device = remap.device(0)
 
     def free_now() -> int:
