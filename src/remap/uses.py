@@ -53,11 +53,14 @@ class Uses:
         if not queue.transient:
             self._streams[key] = queue
             return
-        event = self._events.get(key)
-        if event is None:
-            event = self._events[key] = Event(queue.device)
+        driver = queue.device._driver
         with queue.device.current():
-            queue.device._driver.record_event(event.handle, queue.handle)
+            if driver.stream_capturing(queue.handle):
+                return  # a node of a graph, whose launches are noted; an event of a capture can never be waited for
+            event = self._events.get(key)
+            if event is None:
+                event = self._events[key] = Event(queue.device)
+            driver.record_event(event.handle, queue.handle)
 
     def keep(self, things: Iterable[object]) -> None:
         """Keep things alive until the next wait: what work that was noted still uses."""

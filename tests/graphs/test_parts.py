@@ -111,15 +111,6 @@ def _captured_beside(bench: Bench, size: int) -> Graph:
         return capture.graph
 
 
-def _captured_graph(bench: Bench, size: int) -> Graph:
-    if remap.driver().name == "host":
-        pytest.skip("the host driver launches no graph on a stream that is being captured")
-    with _node_fill(bench, size) as graph, graph.instantiate() as executable:
-        with remap.capture(bench.stream) as capture:
-            executable.launch(bench.stream)
-        return capture.graph
-
-
 def _node_kernel(bench: Bench, size: int) -> Graph:
     graph = remap.Graph(0)
     graph.launch(put, bench.array(size), grid=size // 1024, block=256)
@@ -166,7 +157,6 @@ WAYS: list[Make] = [
     _captured_fill,
     _captured_copy,
     _captured_beside,
-    _captured_graph,
     _node_kernel,
     _node_fill,
     _node_copy,

@@ -318,7 +318,24 @@ class GraphRules:
             driver.graph_exec_destroy(executable)
             driver.graph_exec_destroy(driver.graph_instantiate(graph))
 
-    # -- T13: graphs over memory that is replaced --
+    # -- T13: captures, and graphs over memory that is replaced --
+
+    def test_T13_an_event_of_a_capture_is_part_of_the_graph(self, bench: Bench) -> None:
+        """The host cannot wait for an event that was last recorded in a capture, also when that has ended."""
+        if not isinstance(bench.driver, SupportsGraphs) or not isinstance(bench.driver, SupportsCapture):
+            pytest.skip("the driver has no graphs")
+        driver: Any = bench.driver
+        stream, event = driver.create_stream(True), driver.create_event()
+        driver.begin_capture(stream, CaptureMode.RELAXED)
+        driver.record_event(event, stream)
+        graph = driver.end_capture(stream)
+        with refused(CudaResult.INVALID_VALUE):
+            driver.synchronize_event(event)
+        driver.record_event(event, stream)
+        driver.synchronize_event(event)
+        driver.graph_destroy(graph)
+        driver.destroy_event(event)
+        driver.destroy_stream(stream)
 
     @pytest.mark.parametrize("made", ["node by node", "by capture"])
     def test_T13_a_graph_survives_re_backing(self, bench: Bench, kernel: KernelOpener, made: str) -> None:

@@ -14,6 +14,7 @@ from remap.drivers.graph_powers import CaptureMode, CaptureStatus
 from remap.drivers.host.contexts import Contexts
 from remap.drivers.host.graphs import Graphs
 from remap.drivers.host.machine import Machine
+from remap.drivers.host.refusals import invalid
 from remap.drivers.host.streams import Stream, Streams
 from remap.drivers.protocol import DEFAULT_STREAM, LEGACY_STREAM
 from remap.errors import CudaResult, DriverError, driver_error
@@ -50,6 +51,7 @@ class Captures:
         self._graphs = graphs
         self._by_stream: dict[Stream, Capture] = {}
         self._by_event: dict[int, tuple[Capture, list[int]]] = {}
+        self._spent: set[int] = set()  # the events of captures that have ended
         self._modes = threading.local()
 
     # -- the calls --
@@ -81,6 +83,7 @@ class Captures:
         if capture.mode is not CaptureMode.RELAXED and capture.thread != threading.get_ident():
             raise _wrong(call, _WRONG_THREAD, "another thread began this capture")
         self._by_stream = {one: other for one, other in self._by_stream.items() if other is not capture}
+        self._spent |= {event for event, mark in self._by_event.items() if mark[0] is capture}
         self._by_event = {event: mark for event, mark in self._by_event.items() if mark[0] is not capture}
         if capture.broken:
             self._graphs.destroy(capture.graph)
@@ -187,6 +190,14 @@ class Captures:
         if event in self._by_event:
             rule = "it was recorded in a capture, so nothing has happened yet"
             raise driver_error(call, CudaResult.CAPTURED_EVENT, asked=f"event {event}", rule=rule)
+        if event in self._spent:
+            raise invalid(
+                call, f"event {event}", "it was recorded in a capture, and is a part of the graph now"
+            )
+
+    def renew_event(self, event: int) -> None:
+        """Forget that an event was captured: it is recorded again, or goes."""
+        self._spent.discard(event)
 
     def forget_stream(self, call: str, handle: int) -> None:
         """Break the capture of a stream that is destroyed."""

@@ -119,6 +119,7 @@ class WorkCalls:
     def destroy_event(self, event: int) -> None:
         self._guard.check("cuEventDestroy")
         self._events.destroy(event)
+        self._captures.renew_event(event)
 
     def record_event(self, event: int, stream: int) -> None:
         call = "cuEventRecord"
@@ -126,6 +127,7 @@ class WorkCalls:
         if self._captures.active and self._captures.record(call, event, stream):
             return
         self._events.record(event, stream)
+        self._captures.renew_event(event)
 
     def synchronize_event(self, event: int) -> None:
         call = "cuEventSynchronize"
