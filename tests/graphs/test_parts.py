@@ -361,6 +361,24 @@ def test_a_stream_by_its_handle(bench: Bench) -> None:
         found.close()
 
 
+def test_an_executable_is_not_captured(bench: Bench) -> None:
+    """A launch on a captured stream is refused, by each way to it, and the capture goes on and works (invariant 7)."""
+    buffer, stream = bench.buffer, bench.stream
+    with remap.Graph(0) as graph:
+        graph.fill(buffer, 1)
+        with graph.instantiate() as executable:
+            executable.launch(stream)  # which is kept
+            with remap.capture(stream) as capture:
+                for given in (stream, stream.handle):
+                    with pytest.raises(remap.InUseError, match=r"is being captured.*Graph\.child"):
+                        executable.launch(given)
+                buffer.fill(3, stream=stream)
+    with capture.graph as captured, captured.instantiate() as filled:
+        filled.launch(stream)
+        stream.synchronize()
+        assert (buffer.to_host() == 3).all()
+
+
 def test_a_failed_capture_leaves_nothing(bench: Bench) -> None:
     """A capture that fails keeps nothing of what it has seen, and the next one begins anew."""
     buffer, stream = bench.buffer, bench.stream

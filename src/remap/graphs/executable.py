@@ -90,9 +90,12 @@ class Executable(Resource):
         part: `ClosedError`, `PausedError`, `InvalidValueError` where a part that a node touches is not committed any
         more, `AccessError` where one that it writes is shared with a fork by now, or a right is gone. Nothing is
         launched then. Of a kernel in CUDA C++ nobody knows what it touches: its buffers have to be open, backed and
-        readable, and all else is up to you. Source: cuGraphLaunch.
+        readable, and all else is up to you. `InUseError`, too, on a stream that is being captured, whose capture goes
+        on: no driver takes an executable into a graph. Source: cuGraphLaunch.
         """
         latest = self._latest
+        if launches.recorders:
+            self._refuse_captured(self._default if stream is None else as_stream(stream, self.device))
         if self._failures:
             self._check()
             raise_failure(self._failures, self._asked)
@@ -103,6 +106,17 @@ class Executable(Resource):
             self._launch(stream)
         if footprint.watching:
             footprint.sample(self.device, "launch")
+
+    def _refuse_captured(self, queue: Queue) -> None:
+        """Raise before the driver does, which would break the capture."""
+        with queue.kept() as there, queue.device.current():
+            captured = there and queue.device._driver.stream_capturing(queue.handle)
+        if captured:
+            raise InUseError(
+                self._asked,
+                rule="the stream is being captured, and an executable cannot become a part of a graph",
+                next_step="Launch it when the capture has ended, or build the graph of both with Graph.child",
+            )
 
     def _launch(self, stream: StreamLike | None) -> None:
         """Launch with everything that this takes, and keep the launch for the next time on the same stream."""
