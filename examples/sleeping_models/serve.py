@@ -151,7 +151,11 @@ class Service:
         """Wake everything; weights arrive in the order in which a step needs them, and the rest wakes beside that."""
         weights = f"{self.name} weights"
         arriving = remap.torch.wake(weights, order=self.model.parts, events=True, keep_host=True)
-        remap.torch.wake([pool for pool in self.pools if pool != weights], keep_host=True)
+        try:
+            remap.torch.wake([pool for pool in self.pools if pool != weights], keep_host=True)
+        except BaseException:
+            arriving.wait()
+            raise
         return arriving
 
     @torch.no_grad()

@@ -28,13 +28,16 @@ def parse_dtype(dtype: Any) -> numpy.dtype[Any]:
     """
     import numpy as np
 
-    text = dtype if isinstance(dtype, str) else str(dtype)
-    name = text.removeprefix("torch.")
-    if name in ADDED:
-        return added(name)
     try:
-        return np.dtype(name if text.startswith("torch.") else dtype)
+        kind: numpy.dtype[Any] = np.dtype(dtype)
+        return kind
     except TypeError as error:
+        text = str(dtype)
+        name = text.removeprefix("torch.")
+        if name in ADDED:
+            return added(name)
+        if name != text and hasattr(np, name):
+            return np.dtype(name)
         raise TypeError(f"a dtype is one of NumPy's, such as 'float32', not {dtype!r}: {error}") from None
 
 

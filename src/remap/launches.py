@@ -262,10 +262,10 @@ class Repeat:
         if launches.recorders:
             launches.record(queue, self._memory())
 
-    def _memory(self) -> list[MemoryUse]:
-        """Return what it uses of memory, part by part, as far as that is known."""
+    def _memory(self) -> list[object]:
+        """Return what it uses, to be kept alive, and of memory the parts, as far as those are known."""
         place = self.queue.device.location
-        found: list[MemoryUse] = [thing for one in self._things if isinstance(thing := one(), MemoryUse)]
+        found: list[object] = [thing for one in self._things if (thing := one()) is not None]
         for reference, needed, part in self._parts:
             memory = reference()
             if memory is not None:

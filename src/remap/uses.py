@@ -17,8 +17,8 @@ class Uses:
     """The queued work that may still use a range of memory, as far as remap knows (invariant 7).
 
     Streams are held, so that their handles cannot come to mean others; a bare integer gets an event right after the
-    use. `escaped` says that the address was given away: then only the whole context tells when work has ended, as it
-    does for a stream that another library has closed meanwhile.
+    use, but for work that is captured, which is the graph's. `escaped` says that the address was given away: then only
+    the whole context tells when work has ended, as it does for a stream that another library has closed meanwhile.
     """
 
     __slots__ = ("_events", "_held", "_lost", "_streams", "escaped")

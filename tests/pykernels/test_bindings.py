@@ -238,3 +238,28 @@ def test_a_number_that_the_type_does_not_hold_is_refused(place: Any) -> None:
         place.launch(kernel, place(N, "float32"), place(N, "float64"), grid=1, block=N)
     assert f"in line {first + 5}" in str(caught.value)
     assert "numpy.float32(0.1)" in str(caught.value)
+
+
+Pair = np.dtype([("a", "f4"), ("b", "i4")])
+
+
+def first_or_last(x: Any, y: Any, first: Any) -> Any:
+    """Return one of two structures."""
+    if first:
+        return x
+    return y
+
+
+@remap.kernel
+def pick(x: remap.Slice, y: remap.DisjointSlice) -> None:
+    """Copy the element, or the first one."""
+    i = remap.index_1d()
+    y[i] = first_or_last(x[i], x[0], int(i) > 1)
+
+
+def test_a_function_may_return_a_structure() -> None:
+    """A structure is what a function gives, as a number is."""
+    values = np.array([(1, 2), (3, 4), (5, 6), (7, 8)], Pair)
+    with remap.DeviceBuffer.from_host(values) as x, remap.DeviceBuffer.zeroed(4, Pair) as y:
+        pick.launch(x, y, grid=1, block=4)
+        assert y.to_host().tolist() == [(1, 2), (1, 2), (5, 6), (7, 8)]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
-from typing import ClassVar, TypeAlias
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeAlias
 
 from remap import drivers
 from remap.buffers.base import POISON
 from remap.buffers.forking import ForkingBuffer
 from remap.buffers.growth import Change
 from remap.buffers.placement import one_place, place
-from remap.buffers.shares import waited_for
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike, parse_chunk
 from remap.errors import AccessError, InvalidValueError
@@ -21,6 +21,7 @@ from remap.lifetime import Description, drain, epoch, queued, undo
 from remap.locations import LocationLike
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk
+from remap.streams import Queue
 from remap.types import Access, HandleType
 from remap.uses import After, Known
 
@@ -215,7 +216,7 @@ class ElasticBuffer(ForkingBuffer):
         with self._using("poison", Access.READ_WRITE, None) as queue:
             for one, other in fresh:
                 if queue is not None:
-                    with waited_for(self._driver, queue):
+                    with _waited_for(self._driver, queue):
                         self._driver.fill(self._address + one, POISON, 1, other - one, queue.handle)
                 else:
                     ctypes.memset(self._address + one, POISON, other - one)
@@ -270,3 +271,13 @@ class ElasticBuffer(ForkingBuffer):
         if self._paused:
             detail += f", paused ({self._paused})"
         return Description(self.kind, self.serial, self._size, self._address, detail)
+
+
+@contextmanager
+def _waited_for(driver: Any, queue: Queue) -> Generator[None]:
+    """Queue work in a block; if that fails, wait for what was queued before, so that its memory can be given back."""
+    try:
+        yield
+    except BaseException as error:
+        undo(error, driver.synchronize_stream, queue.handle)
+        raise

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remap.buffers.base import Buffer, runs
@@ -190,16 +190,6 @@ def _copy(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int]
         undo(error, driver.free_range, start, size)
         raise
     driver.free_range(start, size)
-
-
-@contextmanager
-def waited_for(driver: Any, queue: Queue) -> Generator[None]:
-    """Queue work in a block; if that fails, wait for what was queued before, so that its memory can be given back."""
-    try:
-        yield
-    except BaseException as error:
-        undo(error, driver.synchronize_stream, queue.handle)
-        raise
 
 
 def _put(buffer: GrowingBuffer, chunks: Sequence[Chunk], handles: Sequence[int], then: Release) -> None:

@@ -11,7 +11,7 @@ from remap.drivers.powers import SupportsPools
 from remap.drivers.protocol import PER_THREAD_STREAM
 from remap.errors import ClosedError, InUseError, InvalidValueError
 from remap.graphs.graph import Graph
-from remap.graphs.nodes import Allocation, missing
+from remap.graphs.nodes import Allocation, is_captured, missing
 from remap.kernels.module import Module
 from remap.launches import Recorded, launches
 from remap.lifetime import Release, Resource, capturing, epoch, live, queued, undo
@@ -116,7 +116,7 @@ class Capture:
             graph = Graph(self.device, _handle=owned)
             graph._adopt(graph._driver.graph_nodes(owned))
             # Those that are still being captured take part in something else.
-            own = {key for key, queue in streams.items() if queue is None or not _captured(queue)}
+            own = {key for key, queue in streams.items() if queue is None or not is_captured(queue)}
             for queue, things in self._recorded:
                 if _key(queue) in own:
                     used += things
@@ -161,7 +161,7 @@ class Capture:
             for queue in uses.queues if uses is not None else ():
                 key = _key(queue)
                 if key not in known:
-                    known[key] = _captured(queue)
+                    known[key] = is_captured(queue)
                 if known[key]:
                     yield thing
                     break
@@ -175,7 +175,7 @@ class Capture:
         for queue in {_key(queue): queue for queue, _ in self._recorded}.values():
             if queue.owner is None and queue.handle > PER_THREAD_STREAM:
                 found[_key(queue)] = None
-            elif not queue.gone() and _captured(queue):
+            elif not queue.gone() and is_captured(queue):
                 found[_key(queue)] = queue
         return found
 
@@ -203,12 +203,6 @@ def capture(stream: StreamLike | None = None, *, mode: CaptureMode | str = Captu
 
 def _key(queue: Queue) -> tuple[int, int]:
     return queue.device.index, queue.handle
-
-
-def _captured(queue: Queue) -> bool:
-    """Tell whether a stream is being captured, by whomever."""
-    with queue.kept() as there, queue.device.current():
-        return there and bool(queue.device._driver.stream_capturing(queue.handle))
 
 
 def _end(at: Device, stream: int) -> None:

@@ -15,7 +15,7 @@ from remap.drivers.graph_powers import NodeKind
 from remap.drivers.powers import SupportsRepeats
 from remap.errors import InUseError, NotSupportedError, RemapError, not_supported
 from remap.graphs import footprint
-from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, raise_failure
+from remap.graphs.nodes import Allocation, GraphMemory, HostCall, Node, is_captured, raise_failure
 from remap.kernels.module import Module
 from remap.launches import MemoryUse, Repeat, Usable, launches, merged
 from remap.lifetime import Description, Release, Resource, Step, epoch, watchers
@@ -109,9 +109,7 @@ class Executable(Resource):
 
     def _refuse_captured(self, queue: Queue) -> None:
         """Raise before the driver does, which would break the capture."""
-        with queue.kept() as there, queue.device.current():
-            captured = there and queue.device._driver.stream_capturing(queue.handle)
-        if captured:
+        if is_captured(queue):
             raise InUseError(
                 self._asked,
                 rule="the stream is being captured, and an executable cannot become a part of a graph",

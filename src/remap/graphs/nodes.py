@@ -23,7 +23,7 @@ from remap.lifetime import Description, Release, Step
 from remap.locations import Device, in_context
 from remap.sizes import format_size
 from remap.spans import Chunk, Span
-from remap.streams import StreamLike, as_stream
+from remap.streams import Queue, StreamLike, as_stream
 from remap.types import Access, Held
 
 if TYPE_CHECKING:
@@ -247,6 +247,12 @@ def raise_failure(failures: deque[BaseException], asked: str) -> None:
             rule=f"a host function of an earlier run has raised {type(error).__name__}: {error}",
             next_step="Nothing was launched; launch again to go on",
         ) from error
+
+
+def is_captured(queue: Queue) -> bool:
+    """Tell whether a stream is being captured, by whomever."""
+    with queue.kept() as there, queue.device.current():
+        return there and bool(queue.device._driver.stream_capturing(queue.handle))
 
 
 def missing(capability: str, asked: str) -> NotSupportedError:

@@ -73,7 +73,8 @@ class Pool:
 
     @property
     def asleep(self) -> bool:
-        """Whether it sleeps: it cannot be entered then, and its tensors cannot be used."""
+        """Whether it sleeps: it cannot be entered then, and its tensors cannot be used. Raises `ForkedError`."""
+        self._memory.check(f"the state of pool {self.tag!r}")
         held = self._memory.known(self._pool) or self._group.buffers
         return any(one.paused for one in held) if held else self._pool.slept
 
@@ -305,6 +306,8 @@ class Pool:
 
     def __repr__(self) -> str:
         """Return the tag and the state."""
+        if self._memory.epoch != lifetime.epoch():
+            return f"<remap.torch.Pool {self.tag!r} of another process>"
         return f"<remap.torch.Pool {self.tag!r}{', asleep' if self.asleep else ''}>"
 
 

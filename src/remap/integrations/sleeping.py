@@ -94,7 +94,9 @@ def wake(
     going back to sleep asks for none. Listeners (`on_change`) are called when every rank is awake; what one of them
     raises is raised here, with everything awake.
 
-    Raises what `remap.resume` raises; everything sleeps on then, and can be woken later.
+    Raises what `remap.resume` raises, `InvalidValueError` for something in `order` of which nothing lies in these
+    pools, `InUseError` while a thread is inside of a pool or the current stream is being captured, and `ShareError`
+    where ranks do not agree; everything sleeps on then, and can be woken later.
     """
     if exchange is not None and events:
         raise InvalidValueError(
@@ -135,7 +137,7 @@ def _together(
     exchange: Exchange, tags: str | Iterable[str] | None, order: Iterable[Any], options: dict[str, Any]
 ) -> Moved:
     """Wake on all ranks, or on none: whatever goes wrong on one, the others hear of it at once."""
-    names = None if tags is None else sorted(_plan(tags, None))
+    names: list[str] | None = None
     failure: BaseException | None = None
     moved: Moved | Waking | None = None
     changed: list[Buffer] = []
@@ -144,6 +146,7 @@ def _together(
     with ExitStack() as held:
         try:
             try:
+                names = None if tags is None else sorted(_plan(tags, None))
                 chosen, buffers = held.enter_context(_waking(names))
                 kept = {buffer: _keep(buffer) for buffer in buffers}
                 # Listeners are not told yet: one that registers memory would keep it from sleeping again.

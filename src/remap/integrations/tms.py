@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from remap.errors import InvalidValueError, RemapError
-from remap.integrations.memory import memory
+from remap.integrations.memory import memory, segment_at
 from remap.integrations.pools import PoolOptions, outside, pool_of, pools
 from remap.integrations.sleeping import backup, sleep, wake
 from remap.integrations.support import missing, switched_on
@@ -111,7 +111,7 @@ class TorchMemorySaver:
         not paused gives a copy of what it is now.
         """
         start, _ = span_of(x)
-        segment = memory().segment_at(start, device_of(x), "get_cpu_backup")
+        segment = segment_at(start, device_of(x), "get_cpu_backup")
         if not segment.paused:
             return x.detach().cpu().clone() if self._retain and segment.tag.endswith("/host") else None
         try:

@@ -192,7 +192,8 @@ class Expressions(Scope):
     def meet(self, value: ir.Expr, to: Type) -> ir.Expr:
         """Return a value in the type of what it meets, which a Python number has to fit into."""
         found = self.cast(value, to)
-        assert isinstance(to, Scalar)
+        if not isinstance(to, Scalar):
+            return found
         if isinstance(found, ir.Cast) and value.type == INT and to.dtype.kind in "iu":
             found.checked = to.dtype != np.int64
         return found

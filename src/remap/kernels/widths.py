@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,6 +44,9 @@ def _width(text: str, names: list[str], kernel: ir.Kernel, source: Source) -> pa
         return partial(_constant, int(text))
     root, *fields = text.split(".")
     if f"p_{root}" in names:
+        index = names.index(f"p_{root}")
+        if isinstance(kernel.parameters[index][1], ir.Array):
+            return partial(_whole, index, fields[0])
         return partial(_argument, names.index(f"p_{root}"), fields)
     for _, reference, _ in kernel.captured:
         if reference.source is source and f"{text}.".startswith(f"{reference.path}."):
@@ -57,6 +61,11 @@ def _constant(width: int, _arguments: object, _views: object, _config: object) -
 
 def _extent(index: int, axis: int, _arguments: object, views: dict[int, View], _config: object) -> int:
     return views[index].shape[axis]
+
+
+def _whole(index: int, what: str, _arguments: object, views: dict[int, View], _config: object) -> int:
+    shape = views[index].shape
+    return len(shape) if what == "ndim" else prod(shape)
 
 
 def _argument(

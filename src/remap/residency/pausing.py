@@ -66,8 +66,9 @@ def pause(
 
     A failure before the first memory is given back changes nothing. After it, all buffers of the call end paused with
     their backups intact, and the error says so. Raises `InUseError` if a CPU view, or another thread in the middle of a
-    call, uses a buffer and has not let go after `wait` seconds, while a stream to be waited for is being captured, and
-    at once for memory that is shared unless `detach=True`; `OutOfMemoryError` where host memory is short, `DiskError`,
+    call, uses a buffer and has not let go after `wait` seconds, while a stream to be waited for is being captured,
+    where forks that share memory with a buffer are not named in the same call, and at once for memory that other
+    processes share unless `detach=True`; `OutOfMemoryError` where host memory is short, `DiskError`,
     `PausedError`. On a device that shares its memory with the CPU, "host" would free nothing: the buffers stay mapped,
     and the result says so.
     """
@@ -122,7 +123,7 @@ def backup(buffer: Buffer) -> NDArray[np.uint8]:
     """Return the contents of a paused buffer as a NumPy array of bytes; what is written there wakes with it.
 
     While the array or a view of it lives, the buffer refuses to resume and to close. Raises `InvalidValueError` for a
-    buffer that is not paused, or was paused with keep=None.
+    buffer that is not paused, was paused with keep=None, or shares chunks with forks, whose contents are kept once.
     """
     if not isinstance(buffer, Buffer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"a buffer that stands on mapped memory has a backup, not {type(buffer)}")

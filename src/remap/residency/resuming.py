@@ -92,7 +92,8 @@ def resume(
 
     If there is not enough memory it raises `OutOfMemoryError`, everything stays paused with its backup, and can be
     resumed later; `wait` seconds are waited for others to give memory back, before that. The same holds for every
-    other failure.
+    other failure: `InUseError` where another thread uses a buffer or forks that it shares memory with are not named,
+    `DiskError`.
 
     `order` names what is needed first, in that order, by the same names as `buffers`. With `events=True` it creates all
     memory, maps what is needed first and queues its copies, and returns a `Waking`: a thread maps and queues the rest,

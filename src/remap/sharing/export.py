@@ -45,7 +45,8 @@ def export(
     that was exported refuses to pause, migrate and decommit, since others would go on using the old memory.
 
     Raises `ShareError` for memory that was not made for it, `NotSupportedError` for Win32 handles, `PausedError`,
-    `InUseError`. A failure changes nothing. Source: cuMemRetainAllocationHandle, cuMemExportToShareableHandle.
+    `InUseError` while contents arrive and where forks share a part of it (`make_private` first). A failure changes
+    nothing. Source: cuMemRetainAllocationHandle, cuMemExportToShareableHandle.
     """
     if isinstance(memory, DeviceArray):
         whole = memory.size * memory.dtype.itemsize
