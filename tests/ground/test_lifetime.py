@@ -44,6 +44,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_block_that_fails_raises_its_own_error(kind: str) -> None:
     """A refusal to close is a note on it, and the memory goes, in silence, when it is collected (trap 10)."""
+    remap.collect()
     before = free()
     with pytest.raises(ValueError, match="mine") as failed, MAKERS[kind]() as made:
         (made.owner if kind == "typed" else made).registered("NCCL")

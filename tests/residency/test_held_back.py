@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -284,11 +283,10 @@ def test_streams_and_events_outlive_who_waits_for_them(use: str) -> None:
 
 
 class Paced(Faulty):
-    """A driver that locks the last of some slabs of host memory only when the first copy has been queued."""
+    """A driver that locks the last of some slabs of host memory, by address, only when the first copy is queued."""
 
     def __init__(self, inner: Any, slabs: int) -> None:
-        self._slabs = count(1)
-        self._last = slabs
+        self._last = slabs - 1
         self._copied = threading.Event()
         super().__init__(inner)
 
@@ -296,13 +294,17 @@ class Paced(Faulty):
         checked = super()._wrap(name, call)
 
         def paced(*arguments: Any, **keywords: Any) -> Any:
-            if name == "register_pinned" and next(self._slabs) == self._last:
+            if name == "register_pinned" and self._is_last(arguments[0]):
                 assert self._copied.wait(30), "everything is locked before anything is copied"
             if name == "copy_to_host":
                 self._copied.set()
             return checked(*arguments, **keywords)
 
         return paced
+
+    def _is_last(self, address: int) -> bool:
+        arenas = remap.host_pool()._arenas.values()
+        return any((address - arena.base) // SLAB == self._last for arena in arenas)
 
 
 def test_host_memory_is_prepared_beside_the_copies() -> None:

@@ -306,9 +306,8 @@ class Pool:
 
     def __repr__(self) -> str:
         """Return the tag and the state."""
-        if self._memory.epoch != lifetime.epoch():
-            return f"<remap.torch.Pool {self.tag!r} of another process>"
-        return f"<remap.torch.Pool {self.tag!r}{', asleep' if self.asleep else ''}>"
+        ours = self._memory.epoch == lifetime.epoch()
+        return f"<remap.torch.Pool {self.tag!r}{', asleep' if ours and self.asleep else '' if ours else ', inherited'}>"
 
 
 def empty_caches() -> None:

@@ -91,9 +91,8 @@ def resume(
     in the background; `keep_host=True` keeps it for the next pause.
 
     If there is not enough memory it raises `OutOfMemoryError`, everything stays paused with its backup, and can be
-    resumed later; `wait` seconds are waited for others to give memory back, before that. The same holds for every
-    other failure: `InUseError` where another thread uses a buffer or forks that it shares memory with are not named,
-    `DiskError`.
+    resumed later; `wait` seconds are waited for others to give memory back, before that. So it is with `DiskError`, and
+    `InUseError` where another thread uses a buffer, or forks that share its memory are not named.
 
     `order` names what is needed first, in that order, by the same names as `buffers`. With `events=True` it creates all
     memory, maps what is needed first and queues its copies, and returns a `Waking`: a thread maps and queues the rest,
