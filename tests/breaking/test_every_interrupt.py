@@ -210,6 +210,18 @@ def test_interrupted_ordered_resume() -> None:
     close()
 
 
+def family(rows: int) -> list[remap.ElasticBuffer]:
+    """Return a cache of one chunk of ones, and a fork of so many chunks, whose later ones are its own."""
+    root = remap.ElasticBuffer(4 * GRANULE, device=0, chunk=GRANULE)
+    root.resize(GRANULE)
+    root.fill(1)
+    fork = root.fork()
+    if rows > 1:
+        fork.resize(rows * GRANULE)
+        fork.fill(2, offset=GRANULE)
+    return [root, fork]
+
+
 FORKS_MOVE: dict[str, tuple[bool, Callable[[list[remap.ElasticBuffer]], object]]] = {
     "pause": (False, remap.pause),
     "resume": (True, remap.resume),
@@ -231,12 +243,7 @@ def test_interrupted_moves_of_forks(move: str) -> None:
     before = free()
 
     def make() -> None:
-        root = remap.ElasticBuffer(4 * GRANULE, device=0, chunk=GRANULE)
-        root.resize(GRANULE)
-        root.copy_from_host(shared)
-        made[:] = [root, root.fork()]
-        made[1].resize(2 * GRANULE)
-        made[1].fill(2, offset=GRANULE)
+        made[:] = family(2)
         if asleep:
             remap.pause(made)
 
@@ -279,13 +286,7 @@ def test_interrupted_forking(act: str) -> None:
     made: list[remap.ElasticBuffer] = []
     before = free()
 
-    def make() -> None:
-        root = remap.ElasticBuffer(4 * GRANULE, device=0, chunk=GRANULE)
-        root.resize(GRANULE)
-        root.copy_from_host(contents)
-        made[:] = [root, root.fork()]
-
-    make()
+    made[:] = family(1)
     for done in every(lambda: FORKING[act](made), rooms):
         while len(made) > 1:
             made.pop().close()
@@ -300,7 +301,7 @@ def test_interrupted_forking(act: str) -> None:
         assert done.releasing or not left or "create" in done.where or "retain" in done.where, done.where
         before -= left
         assert not lifetime.live(), done.where
-        make()
+        made[:] = family(1)
     for one in made:
         one.close()
 

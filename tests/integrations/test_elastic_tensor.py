@@ -330,7 +330,7 @@ def test_use_of_a_sleeping_tensor(torch: Any) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", ASLEEP], check=False, capture_output=True, text=True
     )
-    assert done.returncode == -signal.SIGSEGV
+    assert done.returncode == -signal.SIGSEGV, done.stderr
     assert "Segmentation fault" in done.stderr
     assert 'File "<string>", line 9' in done.stderr
 

@@ -290,9 +290,8 @@ def _free(
                     driver.wait_event(home.handle, after.handle)
                 elif after is not None:
                     home.follow(as_stream(after, at))
-                done[:] = [
-                    True
-                ]  # before the call: an interrupt comes as it returns, and nothing may go twice
+                # Before the call: an interrupt comes as it returns, and nothing may go twice.
+                done[:] = [True]
                 driver.pool_free(address, home.handle)
         finally:
             if lent is not None:

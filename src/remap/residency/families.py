@@ -46,7 +46,7 @@ def carriers(plans: Mapping[Buffer, Keep]) -> Carriers:
 
 def carried(buffer: Buffer, by: Carriers) -> Sequence[Chunk]:
     """Return the chunks of a buffer but for those that others carry."""
-    shares = shares_of(buffer)
+    shares = shares_of(buffer) if by else None
     if not shares:
         return buffer._chunks
     return [
@@ -72,11 +72,13 @@ def note_sources(backups: Mapping[Buffer, Asleep], by: Carriers) -> None:
             offset += chunk.size
     for buffer, backup in backups.items() if by else ():
         shares, offset = shares_of(buffer), 0
+        sources: list[tuple[Asleep | None, int]] = []
         for chunk in buffer._chunks if shares else ():
             share = shares.get(chunk.address)
             if share is None or by[share] is buffer:
-                backup.note(None, offset)
+                sources.append((None, offset))
                 offset += chunk.size
             else:
                 carrier, there = places[share]
-                backup.note(backups[carrier], there)
+                sources.append((backups[carrier], there))
+        backup.note(sources)

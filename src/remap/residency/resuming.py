@@ -100,12 +100,11 @@ def resume(
     waits for the rest. Buffers whose addresses were given away are mapped before it returns, and what is read from a
     file has arrived.
     """
-    drain()
-    plans = named(buffers, "resumed")
-    for buffer in plans:
+    asked = named(buffers, "resumed")
+    for buffer in asked:
         buffer._check()
     woken, changed = put_back(
-        plans,
+        asked,
         wait=wait,
         order=order,
         events=events,
@@ -118,7 +117,7 @@ def resume(
 
 
 def put_back(
-    buffers: Targets,
+    buffers: Sequence[Buffer],
     *,
     wait: float,
     order: Targets | None,
@@ -143,7 +142,7 @@ def put_back(
             next_step="Look at Waking.events",
         )  # fmt: skip
     check_seconds(wait, "resume")
-    plans = _ordered(named(buffers, "resumed"), () if order is None else order)
+    plans = _ordered(buffers, () if order is None else order)
     for buffer in plans:
         if isinstance(buffer._arriving, Arrival):
             buffer._arriving.waking.go_on()

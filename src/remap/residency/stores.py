@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
@@ -37,6 +37,8 @@ class Asleep:
 
     __slots__ = ("_epoch", "_given", "_users", "extent", "file", "keep", "sources", "stale")
 
+    sources: Sequence[tuple[Asleep | None, int]]
+
     # Not by a name of the module, which may be gone when the process ends.
     _process = lifetime.Resource._process
 
@@ -45,9 +47,10 @@ class Asleep:
         self.extent = extent
         self.file = file
         self.stale = False
-        self.sources: list[tuple[Asleep | None, int]] = []
-        # Changed by one step of the interpreter each time: two threads may close two forks that sleep.
-        self._users = {id(self)}
+        self.sources = ()
+        # Who needs it, None where nobody else does, and who gave it back. Changed by one step of the interpreter each
+        # time: two threads may close two forks that sleep.
+        self._users: set[int] | None = None
         self._given: dict[str, int] = {}
         self._epoch = lifetime.epoch()
 
@@ -67,16 +70,22 @@ class Asleep:
         """The bytes of host memory that the backup takes; 0 for a file, and for contents given up."""
         return self.extent.size if self.extent is not None else 0
 
-    def note(self, source: Asleep | None, offset: int) -> None:
-        """Note where the bytes of the next chunk lie."""
-        self.sources.append((source, offset))
-        if source is not None:
+    def note(self, sources: Sequence[tuple[Asleep | None, int]]) -> None:
+        """Note where the bytes of each chunk lie."""
+        self.sources = sources
+        for source in {source for source, _ in sources if source is not None}:
+            if source._users is None:
+                source._users = {id(source)}
             source._users.add(id(self))
 
     def leave(self) -> Iterator[Asleep]:
         """Need nothing any more, and yield the backups that nobody needs then; doing so again yields the same."""
+        if self._users is None and not self.sources:
+            yield self
+            return
         for one in {self, *(source for source, _ in self.sources if source is not None)}:
-            one._users.discard(id(self))
+            if one._users is not None:
+                one._users.discard(id(self))
             if not one._users and one._given.setdefault("by", id(self)) == id(self):
                 yield one
 

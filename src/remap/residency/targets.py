@@ -169,8 +169,8 @@ def _take(buffer: Buffer, doing: str, detach: bool, taken: list[AbstractContextM
 
 def check_forks(buffers: Iterable[Buffer], doing: str) -> None:
     """Raise `InUseError` unless all that share memory are there; the others would keep it, and go on using it."""
+    shares = {buffer: found.values() for buffer in buffers if (found := shares_of(buffer))}
     named: Counter[Share] = Counter()
-    shares = {buffer: shares_of(buffer).values() for buffer in buffers}
     for some in shares.values():
         named.update(some)
     for buffer, some in shares.items():

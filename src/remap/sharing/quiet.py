@@ -13,7 +13,7 @@ _SLOTS = 0x2000 << 2  # of 1 GiB each
 
 
 class QuietAddresses:
-    """Addresses where other processes most likely have nothing, each time others than before.
+    """Addresses where other processes most likely have nothing, one behind the other.
 
     Where systems put things, libraries and stacks and whatever is mapped with no hint, is drawn anew for each
     process: in the terabyte below 0x7fff…, and above 0x55… or 0x56…. Now and then a process has something of its
@@ -21,7 +21,7 @@ class QuietAddresses:
     addresses chooses others.
 
     One draws where it begins, and goes on behind what it gave out last: buffers that are created one after the other
-    can then be open together, though each was closed before the next was made.
+    can then be open together, though each was closed before the next was made. At the end of the range it draws anew.
     """
 
     __slots__ = ("_draw", "_lock", "_slot")

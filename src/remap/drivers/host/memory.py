@@ -112,7 +112,8 @@ class Memory:
                 if mapping.reads or mapping.writes or self._opaque.latest:
                     self._check_unused(mapping, self._machine.all_devices, "unmap")
                 mapping.wanted = UNMAPPED
-            # Nobody may use it from here on: an interrupt leaves what the kernel does not have any more in the tables.
+            # Without rights until the tables have followed the kernel: an interrupt in between leaves what is no longer
+            # mapped in them, and whoever used it would crash.
             rights = [(mapping.readers, mapping.writers) for mapping in found]
             for mapping in found:
                 mapping.readers = mapping.writers = 0
