@@ -6,6 +6,7 @@ number; both drivers raise through `driver_error`, so that the same mistake has 
 
 from __future__ import annotations
 
+from collections import deque
 from enum import IntEnum
 from typing import Any, Self
 
@@ -80,6 +81,9 @@ class KernelError(RemapError):
     Found by the host driver, and raised by the next wait; so is what the Python twin of a compiled kernel raises.
     Memory and context are intact; what the kernel should have written is undefined.
     """
+
+    _untold: deque[KernelError] | None = None
+    """Where it was kept until a wait raised it, for a wait that has nobody to tell; None where no wait has."""
 
 
 class CompileError(RemapError):

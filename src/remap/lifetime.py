@@ -30,6 +30,7 @@ from remap.errors import (
     ClosedError,
     ForkedError,
     InUseError,
+    KernelError,
     RemapError,
     RemapWarning,
     context_renewed,
@@ -76,6 +77,7 @@ class Resource:
     kind: ClassVar[str] = "resource"
     # For finalisers: an object may outlive the names of this module, which go when the interpreter ends.
     _process: ClassVar[_Process]
+    _listed: ClassVar[dict[int, weakref.ref[Resource]]]
 
     def __init__(self, driver: Any) -> None:
         self._open = False
@@ -85,10 +87,7 @@ class Resource:
         self.serial = next(_serials)
 
     def _opened(self) -> None:
-        self._open = True
-        _live[self.serial] = weakref.ref(self)
-        if left and id(self._driver) in left:
-            self._refuse_left()
+        self._list()
         if sites.depth:
             self._site = sites.here()
         hooks = _hooks.get()
@@ -100,12 +99,18 @@ class Resource:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("made %s", self.describe())
 
+    def _list(self) -> None:
+        self._open = True
+        self._listed[self.serial] = weakref.ref(self)
+        if left and id(self._driver) in left:
+            self._refuse_left()
+
     def _refuse_left(self) -> NoReturn:
         """Refuse to come to life: another thread has ended the use of the driver meanwhile."""
         rule = "another thread has changed the driver, or closed it, while this was being made"
         error = InUseError(f"a new {self.kind}", rule=rule, next_step="Make it again, of the new driver")
         self._open = False
-        _live.pop(self.serial, None)
+        self._listed.pop(self.serial, None)
         undo(error, self._detach().run)
         raise error
 
@@ -190,7 +195,7 @@ class Resource:
                 if not self._open:  # what was called there has closed it
                     return None
                 self._open, closing = False, True
-                _live.pop(self.serial, None)
+                self._listed.pop(self.serial, None)
                 return self._detach()
         except BaseException:
             if closing:
@@ -200,7 +205,7 @@ class Resource:
     def _reopen(self) -> None:
         """Undo `_begin_close`: nothing was given back, so the object can be closed again."""
         self._open = True
-        _live[self.serial] = weakref.ref(self)
+        self._listed[self.serial] = weakref.ref(self)
 
     def _finish_close(self, release: Release) -> None:
         if watchers:
@@ -236,7 +241,7 @@ class Resource:
         if not getattr(self, "_open", False) or self._epoch != process.epoch or process.ending:
             return
         self._open = False
-        _live.pop(self.serial, None)
+        self._listed.pop(self.serial, None)
         queued.append(self._detach())
         if not self._warns:
             return
@@ -274,6 +279,7 @@ class _Process:
 _process = Resource._process = _Process()
 _serials = itertools.count(1)
 _live: dict[int, weakref.ref[Resource]] = {}
+Resource._listed = _live
 left: dict[int, weakref.ref[Any]] = {}
 """The drivers whose use was ended, or is about to be, by identity: nothing new of theirs may come to life."""
 _hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())
@@ -305,8 +311,8 @@ def drain() -> int:
     """Run the releases that finalisers queued, mappings first; return how many.
 
     Does nothing while a stream is being captured, since waiting would break the capture. What fails here can be
-    raised to nobody, so it is a `RemapWarning`. What is refused (`InUseError`), or left undone by an interrupt or by a
-    warning made an error, stays queued for a later call.
+    raised to nobody, so it is a `RemapWarning`; what a kernel did wrongly is left to the next wait. What is refused
+    (`InUseError`), or left undone by an interrupt or by a warning made an error, stays queued for a later call.
     """
     if _process.captures:
         return 0
@@ -323,6 +329,9 @@ def drain() -> int:
                 if isinstance(error, InUseError) and not release.begun:
                     continue
                 release.begun = True  # told once, and not tried again
+                if isinstance(error, KernelError) and error._untold is not None:
+                    error._untold.appendleft(error.with_traceback(None))
+                    continue
                 said = error if isinstance(error, RemapError) else f"{type(error).__name__}: {error}"
                 failed = f"giving back an unclosed object failed: {said}"
                 warnings.warn(failed, RemapWarning, stacklevel=2)

@@ -9,6 +9,7 @@ import pytest
 
 from remap.drivers.protocol import DEFAULT_STREAM, HostLaunch
 from remap.errors import CudaResult, DriverError
+from remap.testing import wait_until
 from remap.types import LaunchConfig
 
 from .support import GRANULE, LIMIT, Host, Values
@@ -191,6 +192,15 @@ def test_shutdown_drops_what_waits(open_host: Callable[..., Host]) -> None:
     waiting.start()
     closing = threading.Thread(target=driver.shutdown)
     closing.start()
+
+    def shut() -> bool:
+        try:
+            driver.device_count()
+        except DriverError:
+            return True
+        return False
+
+    assert wait_until(shut, LIMIT)  # else what waits at the gate may be let in first
     gate.go.set()
     closing.join(LIMIT)
     waiting.join(LIMIT)

@@ -76,3 +76,43 @@ def test_the_wait_that_the_caller_names() -> None:
             out.close(after=stream)
         assert out.closed
         x.close(after=None)
+
+
+def launch_and_forget(out: remap.DeviceBuffer) -> None:
+    """Launch a kernel that nobody has any more then."""
+
+    @remap.kernel
+    def add(out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = out[i] + 1
+
+    add.launch(out, grid=1, block=N)
+
+
+def test_what_is_collected_meanwhile_tells_nobody() -> None:
+    """Code that nobody has any more waits for its stream, and leaves what another kernel did to who asks for that."""
+    x, out = remap.DeviceBuffer.zeroed(N), remap.DeviceBuffer.zeroed(N)
+    remap.collect()
+    launch_and_forget(out)
+    for _ in range(2):
+        beyond.launch(x, out, grid=1, block=N)
+    assert remap.collect() == 1
+    with pytest.raises(KernelError, match="nothing lies there") as caught:
+        out.close()
+    assert "nothing lies there" in caught.value.__notes__[0]
+    x.close()
+    remap.device().synchronize()
+
+
+def test_a_kernel_that_went_before_its_driver() -> None:
+    """Code of a kernel that nobody has any more, and that was not collected yet, goes with the driver, in silence."""
+    gc.collect()
+    gc.disable()
+    try:
+        with remap.DeviceBuffer.zeroed(N) as out:
+            launch_and_forget(out)
+        remap.use("host")
+        gc.collect()
+        assert remap.collect() == 0
+    finally:
+        gc.enable()

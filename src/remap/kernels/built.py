@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import ClassVar
+
+from remap import drivers
+from remap.drivers import Driver
 from remap.errors import CompileError
 from remap.kernels import cache, nvrtc
 from remap.kernels.compile import architecture_for
 from remap.kernels.compile import compile as compile_source
 from remap.kernels.image import Image
 from remap.kernels.module import Module
+from remap.lifetime import Resource
 from remap.locations import Device
 
 
 class Code(Module):
-    """A module that belongs to a kernel, not to the user: nobody has to close it, and it counts as no live object."""
+    """A module that belongs to a kernel, not to the user: nobody has to close it, and it is in no list of live objects.
+
+    So it keeps no driver in use, and is closed when the driver goes, also where its kernel has gone before.
+    """
 
     __slots__ = ()
 
+    _listed: ClassVar[dict[int, weakref.ref[Resource]]] = {}
+
     def _opened(self) -> None:
-        self._open, self._warns = True, False
+        self._warns = False
+        self._list()
+
+
+def _leave(driver: Driver) -> None:
+    for code in [reference() for reference in list(Code._listed.values())]:
+        if code is not None and code._driver is driver:
+            code.close()
+
+
+drivers.on_leave(_leave)
 
 
 def image_for(text: str, name: str, fma: bool, at: Device | str) -> Image:

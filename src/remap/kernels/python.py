@@ -182,12 +182,12 @@ class PythonKernel:
             return made
 
     def _leave(self, driver: Driver) -> None:
-        """Close what is loaded on a driver that goes away."""
+        """Forget what was loaded on a driver that goes away, and has been closed."""
         with self._lock:
             self._kept.clear()
             for variant in (one for several in self._variants.values() for one in several):
                 for at in [at for at in variant.loaded if at._driver is driver]:
-                    variant.loaded.pop(at).module.close()
+                    variant.loaded.pop(at)
 
 
 @overload
@@ -210,12 +210,12 @@ def kernel(function: Callable[..., object] | None = None, /, *, fma: bool = Fals
 _kernels: weakref.WeakSet[PythonKernel] = weakref.WeakSet()
 
 
-def _close_all(driver: Driver) -> None:
+def _leave(driver: Driver) -> None:
     for one in list(_kernels):
         one._leave(driver)
 
 
-drivers.on_leave(_close_all)
+drivers.on_leave(_leave)  # after that of `built`, which closes the code
 
 
 def _device_of(views: dict[int, View]) -> Device:

@@ -60,7 +60,9 @@ class Guard:
         if _process.fault is not None:
             _process.report()
         if self.reports:
-            raise self.reports.popleft()
+            error = self.reports.popleft()
+            error._untold = self.reports
+            raise error
         if self.refusal is not None:
             raise self.refusal(call)
 
