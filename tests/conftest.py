@@ -8,6 +8,7 @@ import linecache
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Generator
@@ -51,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if name not in DRIVERS:
         raise pytest.UsageError(f"REMAP_DRIVER={name}: the tests know {' and '.join(DRIVERS)}")
     os.environ["REMAP_DRIVER"] = name
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell that starts the tests in the background has it ignored; the tests of Ctrl-C, and their children, do not.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if name == "cuda":
         # Joining a multicast team reaches into the fabric that all users of a machine share: not for a test.
         os.environ["REMAP_DISABLE_MULTICAST"] = "1"

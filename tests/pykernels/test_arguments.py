@@ -84,6 +84,7 @@ def test_structures_are_as_they_were_at_the_launch(place: Any) -> None:
     place.launch(
         kernel, out, Scale(0, 0), pair, grid=1, block=4
     )  # loads it, for which CUDA waits for all streams
+    remap.device().synchronize()  # the stream below does not wait for this one
     held = threading.Event()
     with remap.Stream() as stream, remap.Graph() as graph:
         graph.host(held.wait)
