@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"REMAP_DRIVER={name}: the tests know {' and '.join(DRIVERS)}")
     os.environ["REMAP_DRIVER"] = name
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell that starts the tests in the background has it ignored; the tests of Ctrl-C, and their children, do not.
+        # So it is in the background of a shell, and the tests of Ctrl-C, and their children, are not about that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if name == "cuda":
         # Joining a multicast team reaches into the fabric that all users of a machine share: not for a test.
