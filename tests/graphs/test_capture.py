@@ -40,9 +40,9 @@ def test_work_becomes_nodes(pool: GraphPool, stream: remap.Stream, kernels: Kern
         kinds = [NodeKind.ALLOCATE, NodeKind.FILL, NodeKind.KERNEL, NodeKind.KERNEL, NodeKind.FREE]
         assert [node.kind for node in graph.nodes] == kinds
         assert [[one.number for one in node.after] for node in graph.nodes] == [[], [0], [1], [2], [3]]
-        (allocation,) = graph.allocations
-        assert (allocation.address, allocation.size) == (a.address, PART)
-        assert allocation.freed is graph.nodes[4]
+        assert graph.allocations == (a,)
+        assert graph.nodes[0] is a
+        assert a.freed is graph.nodes[4]
         assert pool.footprint().used == 0
         with graph.instantiate() as executable:
             for _ in range(2):
@@ -50,6 +50,43 @@ def test_work_becomes_nodes(pool: GraphPool, stream: remap.Stream, kernels: Kern
             stream.synchronize()
             assert (buffer.to_host() == 7).all()
         graph.close()
+
+
+def test_allocations_of_a_capture(pool: GraphPool, stream: remap.Stream) -> None:
+    """They are filled and copied in the capture, and are the nodes of the graph: what is left is found there."""
+    del pool
+    with remap.allocate(PART) as buffer:
+        with remap.capture(stream) as capture:
+            first = capture.alloc(PART)
+            capture.fill(first, 3)
+            capture.free(first)
+            again, kept = capture.alloc(PART), capture.alloc(PART)
+            capture.fill(again, 5)
+            capture.fill(again, 6, offset=1, size=2)
+            capture.copy(kept, again)
+            capture.copy(buffer, kept, offset=8, size=4)
+            capture.free(again)
+            with pytest.raises(ClosedError, match="freed it already"):
+                capture.free(again)
+            with pytest.raises(InvalidValueError, match="there are"):
+                capture.fill(kept, 1, size=PART + 1)
+            with pytest.raises(TypeError, match="not bytes"):
+                capture.copy(kept, b"")  # type: ignore[arg-type]
+            with pytest.raises(ClosedError, match="no launch has left it"):
+                _ = kept.memory
+        with capture.graph as graph:
+            assert graph.allocations == (first, again, kept)
+            assert [one.freed is not None for one in graph.allocations] == [True, True, False]
+            buffer.fill(0)
+            with graph.instantiate() as executable:
+                executable.launch(stream)
+                stream.synchronize()
+                assert buffer.to_host()[7:13].tolist() == [0, 5, 6, 6, 5, 0]
+                assert kept.memory.to_host()[:4].tolist() == [5, 6, 6, 5]
+                kept.memory.close()
+                buffer.close()
+                with pytest.raises(ClosedError):
+                    executable.launch(stream)
 
 
 def test_graphs_from_captures_can_be_extended(pool: GraphPool, stream: remap.Stream) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from remap.drivers.graph_powers import CaptureMode, SupportsCapture
@@ -19,6 +19,7 @@ from remap.locations import Device, device, in_context
 from remap.sizes import Size, parse_size
 from remap.spans import Span
 from remap.streams import Queue, StreamLike, as_stream
+from remap.types import Access
 from remap.uses import Uses
 
 
@@ -44,7 +45,9 @@ class Capture:
         self._mode = mode
         self._held = _under_way()  # dropped with it, too
         self._recorded: Sequence[Recorded] = ()
-        self._allocations: dict[int, Allocation] = {}
+        self._stream = stream
+        self._allocations: list[Allocation] = []
+        self._freed: list[Allocation] = []
         self._graph: Graph | None = None
         self._on = False
         self._begun = False  # the stream is being captured for this object, or may be
@@ -69,18 +72,65 @@ class Capture:
         found = Allocation(
             self, 0, len(self._allocations), (), device=self.device, address=address, size=number
         )
-        self._allocations[address] = found
+        self._allocations.append(found)
         return found
 
     def free(self, allocation: Allocation) -> None:
         """Free an allocation in the graph, after the work captured so far."""
         driver = self._pools("a free")
+        if allocation in self._freed:
+            raise ClosedError(
+                f"a free of {allocation}",
+                rule="this capture has freed it already",
+                next_step="Free each allocation once",
+            )
         with self.device.current():
             driver.pool_free(allocation.address, self._queue.handle)
+        self._freed.append(allocation)
 
-    def _pools(self, asked: str) -> SupportsPools:
+    def fill(self, target: Allocation, value: int, *, offset: Size = 0, size: Size | None = None) -> None:
+        """Capture a fill: each byte of a part of an allocation becomes `value`, 0 to 255.
+
+        Buffers are filled by their own `fill`, with the captured stream.
+        """
+        if not 0 <= value <= 255:
+            raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
+        self._check_on("a fill")
+        address, room = _place("a fill", target, offset)
+        size = _length("a fill", size, room)
+        with self.device.current():
+            self._driver.fill(address, value, 1, size, self._queue.handle)
+
+    def copy(
+        self,
+        target: Allocation | Span,
+        source: Allocation | Span,
+        *,
+        offset: Size = 0,
+        source_offset: Size = 0,
+        size: Size | None = None,
+    ) -> None:
+        """Capture a copy between allocations of the graph and buffers, the whole of the smaller one by default.
+
+        Host arrays are copied by a buffer's `copy_from_host` and `copy_to_host`, with the captured stream.
+        """
+        self._check_on("a copy")
+        to, room = _place("a copy", target, offset)
+        origin, there = _place("a copy", source, source_offset)
+        size = _length("a copy", size, room, there)
+        with ExitStack() as uses, self.device.current():
+            for what, start, needed in ((target, to, Access.READ_WRITE), (source, origin, Access.READ)):
+                if isinstance(what, Span):
+                    part = (start - what._address, size)
+                    uses.enter_context(what._using("copy in a capture", needed, self._stream, part=part))
+            self._driver.copy(to, origin, size, self._queue.handle)
+
+    def _check_on(self, asked: str) -> None:
         if not self._on:
             raise ClosedError(f"{asked} in a capture", rule="its with block has ended, or has not begun")
+
+    def _pools(self, asked: str) -> SupportsPools:
+        self._check_on(asked)
         if not isinstance(self._driver, SupportsPools):
             raise missing("memory_pools", f"{asked} in a capture")
         return self._driver
@@ -114,7 +164,7 @@ class Capture:
                 self._begun = False
             owned, handle = handle, 0  # an object that was interrupted as it was made may give it back itself
             graph = Graph(self.device, _handle=owned)
-            graph._adopt(graph._driver.graph_nodes(owned))
+            graph._adopt(graph._driver.graph_nodes(owned), self._allocations)
             # Those that are still being captured take part in something else.
             own = {key for key, queue in streams.items() if queue is None or not is_captured(queue)}
             for queue, things in self._recorded:
@@ -122,7 +172,7 @@ class Capture:
                     used += things
             graph._keeps = used
             self._graph = graph
-            self._recorded = ()
+            self._recorded, self._freed = (), []
             self._held.__exit__(None, None, None)
         except BaseException as failed:
             if graph is not None:
@@ -199,6 +249,29 @@ def capture(stream: StreamLike | None = None, *, mode: CaptureMode | str = Captu
     except ValueError:
         rule = f"a mode is one of {', '.join(CaptureMode)}"
         raise InvalidValueError(f"capture mode {mode!r}", rule=rule) from None
+
+
+def _place(asked: str, what: object, offset: Size) -> tuple[int, int]:
+    """Return the address at an offset of memory, and how many bytes there are from there on."""
+    start = parse_size(offset, "offset")
+    if isinstance(what, Span):
+        what._check()
+        return what._address + start, what.size - start
+    if isinstance(what, Allocation):
+        return what.address + start, what.size - start
+    raise TypeError(
+        f"{asked} in a capture takes allocations of graphs and buffers, not {type(what).__name__}"
+    )
+
+
+def _length(asked: str, size: Size | None, *rooms: int) -> int:
+    room = min(rooms)
+    number = room if size is None else parse_size(size)
+    if not 0 < number <= room:
+        raise InvalidValueError(
+            f"{asked} of {number} bytes in a capture", rule=f"there are {max(room, 0)} of them"
+        )
+    return number
 
 
 def _key(queue: Queue) -> tuple[int, int]:

@@ -17,7 +17,7 @@ what all graphs of a device hold, and gives back what none of them uses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 from remap.drivers.graph_powers import NodeInfo, NodeKind, SupportsGraphMemory, SupportsGraphs
@@ -135,29 +135,29 @@ class Graph(Resource, Nodes):
     def _has_memory(self) -> bool:
         return any(node.kind in (NodeKind.ALLOCATE, NodeKind.FREE) for node in self.nodes)
 
-    def _adopt(self, told: Iterable[NodeInfo]) -> None:
-        """Take over the nodes that the driver made: by a capture, or by cloning."""
+    def _adopt(self, told: Iterable[NodeInfo], known: Iterable[Allocation] = ()) -> None:
+        """Take over the nodes that the driver made: by a capture, with the allocations it gave out, or by cloning."""
+        given: dict[int, deque[Allocation]] = {}
+        for one in known:  # several may have had one address, each after the one before was freed
+            given.setdefault(one.address, deque()).append(one)
         waiting = {info.node: info for info in told}
         made: dict[int, Node] = {}
         while waiting:
             ready = [info for info in waiting.values() if all(node in made for node in info.after)]
             for info in ready:
-                made[info.node] = self._adopt_node(info, [made[node] for node in info.after])
+                made[info.node] = self._adopt_node(info, [made[node] for node in info.after], given)
                 del waiting[info.node]
             assert ready  # a graph has no cycle
 
-    def _adopt_node(self, info: NodeInfo, after: list[Node]) -> Node:
+    def _adopt_node(self, info: NodeInfo, after: list[Node], given: Mapping[int, deque[Allocation]]) -> Node:
         if info.kind is NodeKind.ALLOCATE:
             number = self._order.add([node.number for node in after])
-            found: Node = Allocation(
-                self._token,
-                info.node,
-                number,
-                after,
-                device=self.device,
-                address=info.address,
-                size=info.size,
-            )
+            place = (self._token, info.node, number, after)
+            if given.get(info.address):
+                found = given[info.address].popleft()
+                found._settle(*place)
+            else:
+                found = Allocation(*place, device=self.device, address=info.address, size=info.size)
             self._nodes.append(found)
             return found
         detail = f"{info.address:#x}" if info.address else ""

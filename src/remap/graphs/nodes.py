@@ -102,6 +102,10 @@ class Allocation(Node):
         self._users: list[int] = []
         self._memory: GraphMemory | None = None
 
+    def _settle(self, graph: object, handle: int, number: int, after: Sequence[Node]) -> None:
+        """Take its place in a graph, for one that a capture gave out before there was a graph."""
+        self._graph, self._handle, self.number, self.after = graph, handle, number, tuple(after)
+
     @property
     def memory(self) -> GraphMemory:
         """The buffer over what the latest launch has left allocated.
