@@ -99,7 +99,7 @@ class Capture:
         address, room = _place("a fill", target, offset)
         size = _length("a fill", size, room)
         with self.device.current():
-            self._driver.fill(address, value, 1, size, self._queue.handle)
+            self.device._driver.fill(address, value, 1, size, self._queue.handle)
 
     def copy(
         self,
@@ -123,7 +123,7 @@ class Capture:
                 if isinstance(what, Span):
                     part = (start - what._address, size)
                     uses.enter_context(what._using("copy in a capture", needed, self._stream, part=part))
-            self._driver.copy(to, origin, size, self._queue.handle)
+            self.device._driver.copy(to, origin, size, self._queue.handle)
 
     def _check_on(self, asked: str) -> None:
         if not self._on:
