@@ -184,6 +184,8 @@ class Mapping(Span):
 
     kind: ClassVar[str] = "mapping"
 
+    _stays: ClassVar[str] = "the allocation behind it is yours, and stays where it was created"
+
     def __init__(
         self, reservation: Reservation, allocation: PhysicalAllocation, offset: int, grants: Grants
     ) -> None:
