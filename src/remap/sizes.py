@@ -47,6 +47,18 @@ def parse_offset(value: Size, what: str = "offset") -> int:
     return parse_size(value, what) if isinstance(value, str) else _index(value, what)
 
 
+def parse_byte(value: SupportsIndex) -> int:
+    """Return the value that a byte is filled with. Raises `InvalidValueError`, or `TypeError` for other types."""
+    try:
+        byte = operator.index(value)
+    except TypeError:
+        said = f"fill takes a byte, an integer from 0 to 255, not {value!r}"
+        raise TypeError(f"{said}. A typed buffer (remap.DeviceBuffer) is filled with values") from None
+    if not 0 <= byte <= 255:
+        raise InvalidValueError(f"fill with {byte}", rule="a byte is 0 to 255")
+    return byte
+
+
 def _index(value: SupportsIndex, what: str) -> int:
     try:
         return operator.index(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -14,7 +13,7 @@ from remap.launches import MemoryUse, launches
 from remap.lifetime import tell, undo, watchers
 from remap.locations import Device, device
 from remap.ranges import Chunk, Range, words
-from remap.sizes import Size, format_size, parse_offset
+from remap.sizes import Size, format_size, parse_byte, parse_offset
 from remap.streams import Queue, Stream, StreamLike, as_stream
 from remap.types import Access, Location
 
@@ -38,13 +37,7 @@ class Span(Range):
         or text such as "4MiB"; the whole by default. Raises `AccessError` if nobody may write. Source:
         cuMemsetD8Async.
         """
-        try:
-            value = operator.index(value)
-        except TypeError:
-            said = f"fill takes a byte, an integer from 0 to 255, not {value!r}"
-            raise TypeError(f"{said}. A typed buffer (remap.DeviceBuffer) is filled with values") from None
-        if not 0 <= value <= 255:
-            raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
+        value = parse_byte(value)
         offset, size = self._part("fill", offset, size)
         with self._using("fill", Access.READ_WRITE, stream, part=(offset, size)) as queue:
             if queue is None:

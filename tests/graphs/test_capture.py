@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import remap
 from remap.drivers.graph_powers import CaptureMode, CaptureStatus
+from remap.drivers.protocol import PER_THREAD_STREAM
 from remap.errors import ClosedError, CudaResult, DriverError, InUseError, InvalidValueError
 from remap.graphs import Allocation, GraphPool, NodeKind
 from remap.sizes import MiB
@@ -61,13 +63,25 @@ def test_allocations_of_a_capture(pool: GraphPool, stream: remap.Stream) -> None
             capture.fill(first, 3)
             capture.free(first)
             again, kept = capture.alloc(PART), capture.alloc(PART)
-            capture.fill(again, 5)
+            capture.fill(again, np.uint8(5))  # type: ignore[arg-type]
             capture.fill(again, 6, offset=1, size=2)
             capture.copy(kept, again)
             capture.copy(buffer, kept, offset=8, size=4)
             capture.free(again)
-            with pytest.raises(ClosedError, match="freed it already"):
-                capture.free(again)
+            uses: list[Callable[[], None]] = [
+                lambda: capture.free(again),
+                lambda: capture.fill(again, 1),
+                lambda: capture.copy(kept, again),
+                lambda: capture.copy(again, buffer),
+            ]
+            for use in uses:
+                with pytest.raises(ClosedError, match="freed it already"):
+                    use()
+            for value in (1.5, "1", None):
+                with pytest.raises(TypeError, match="an integer from 0 to 255"):
+                    capture.fill(kept, value)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="what a graph has allocated"):
+                capture.free(3)  # type: ignore[arg-type]
             with pytest.raises(InvalidValueError, match="there are"):
                 capture.fill(kept, 1, size=PART + 1)
             with pytest.raises(TypeError, match="not bytes"):
@@ -87,6 +101,22 @@ def test_allocations_of_a_capture(pool: GraphPool, stream: remap.Stream) -> None
                 buffer.close()
                 with pytest.raises(ClosedError):
                     executable.launch(stream)
+
+
+def test_a_copy_captured_on_a_thread_s_own_stream(pool: GraphPool) -> None:
+    """The default stream of a thread is captured by its handle, and takes copies as any other does."""
+    del pool
+    with remap.allocate(PART) as buffer:
+        buffer.fill(3)
+        with remap.capture(PER_THREAD_STREAM) as capture:
+            kept = capture.alloc(PART)
+            capture.copy(kept, buffer)
+            capture.copy(buffer, kept, offset=1, size=1)
+        with capture.graph as graph, graph.instantiate() as executable, remap.Stream() as stream:
+            executable.launch(stream)
+            stream.synchronize()
+            with kept.memory as memory:
+                assert memory.to_host()[:2].tolist() == [3, 3]
 
 
 def test_graphs_from_captures_can_be_extended(pool: GraphPool, stream: remap.Stream) -> None:

@@ -27,7 +27,7 @@ from remap.graphs.nodes import Allocation, Condition, GraphArray, HostCall, Node
 from remap.kernels.launch import Extent, Prepared
 from remap.launches import MemoryUse, check_uses
 from remap.locations import Device
-from remap.sizes import Size, format_size, parse_size
+from remap.sizes import Size, format_size, parse_byte, parse_size
 from remap.spans import Span
 from remap.types import Access, Touched
 
@@ -225,8 +225,7 @@ class Nodes:
 
         Source: cuGraphAddMemsetNode.
         """
-        if not 0 <= value <= 255:
-            raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
+        byte = parse_byte(value)
         behind = self._behind("a fill", after)
         end = self._end(target, offset, True)
         if end.host:
@@ -234,10 +233,8 @@ class Nodes:
         size = end.size if size is None else parse_size(size)
         self._check_ends("a fill", (end,), size, behind)
         with self.device.current():
-            handle = self._driver.graph_add_fill(
-                self._handle, handles_of(behind), end.address, value, 1, size
-            )
-        detail = f"{format_size(size)} at {end.address:#x} with {value}"
+            handle = self._driver.graph_add_fill(self._handle, handles_of(behind), end.address, byte, 1, size)
+        detail = f"{format_size(size)} at {end.address:#x} with {byte}"
         keeps = [target, *self._memory((end,), size)]
         return self._add(handle, NodeKind.FILL, behind, detail, keeps=keeps, uses=_used((end,)))
 

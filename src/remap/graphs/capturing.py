@@ -16,7 +16,7 @@ from remap.kernels.module import Module
 from remap.launches import Recorded, launches
 from remap.lifetime import Release, Resource, capturing, epoch, live, queued, undo
 from remap.locations import Device, device, in_context
-from remap.sizes import Size, parse_size
+from remap.sizes import Size, parse_byte, parse_size
 from remap.spans import Span
 from remap.streams import Queue, StreamLike, as_stream
 from remap.types import Access
@@ -45,7 +45,6 @@ class Capture:
         self._mode = mode
         self._held = _under_way()  # dropped with it, too
         self._recorded: Sequence[Recorded] = ()
-        self._stream = stream
         self._allocations: list[Allocation] = []
         self._freed: list[Allocation] = []
         self._graph: Graph | None = None
@@ -78,12 +77,9 @@ class Capture:
     def free(self, allocation: Allocation) -> None:
         """Free an allocation in the graph, after the work captured so far."""
         driver = self._pools("a free")
-        if allocation in self._freed:
-            raise ClosedError(
-                f"a free of {allocation}",
-                rule="this capture has freed it already",
-                next_step="Free each allocation once",
-            )
+        if not isinstance(allocation, Allocation):
+            raise TypeError(f"a capture frees what a graph has allocated, not {type(allocation).__name__}")
+        self._check_there("a free", allocation)
         with self.device.current():
             driver.pool_free(allocation.address, self._queue.handle)
         self._freed.append(allocation)
@@ -93,13 +89,11 @@ class Capture:
 
         Buffers are filled by their own `fill`, with the captured stream.
         """
-        if not 0 <= value <= 255:
-            raise InvalidValueError(f"fill with {value}", rule="a byte is 0 to 255")
-        self._check_on("a fill")
-        address, room = _place("a fill", target, offset)
+        byte = parse_byte(value)
+        address, room = self._place("a fill", target, offset)
         size = _length("a fill", size, room)
         with self.device.current():
-            self.device._driver.fill(address, value, 1, size, self._queue.handle)
+            self.device._driver.fill(address, byte, 1, size, self._queue.handle)
 
     def copy(
         self,
@@ -114,16 +108,37 @@ class Capture:
 
         Host arrays are copied by a buffer's `copy_from_host` and `copy_to_host`, with the captured stream.
         """
-        self._check_on("a copy")
-        to, room = _place("a copy", target, offset)
-        origin, there = _place("a copy", source, source_offset)
+        to, room = self._place("a copy", target, offset)
+        origin, there = self._place("a copy", source, source_offset)
         size = _length("a copy", size, room, there)
-        with ExitStack() as uses, self.device.current():
+        stream: Any = self._queue.handle if self._queue.owner is None else self._queue.owner
+        with self.device.current(), ExitStack() as uses:
             for what, start, needed in ((target, to, Access.READ_WRITE), (source, origin, Access.READ)):
                 if isinstance(what, Span):
                     part = (start - what._address, size)
-                    uses.enter_context(what._using("copy in a capture", needed, self._stream, part=part))
+                    uses.enter_context(what._using("copy in a capture", needed, stream, part=part))
             self.device._driver.copy(to, origin, size, self._queue.handle)
+
+    def _place(self, asked: str, what: Allocation | Span, offset: Size) -> tuple[int, int]:
+        """Return the address at an offset of memory, and how many bytes there are from there on."""
+        self._check_on(asked)
+        start = parse_size(offset, "offset")
+        if isinstance(what, Span):
+            what._check()
+            return what._address + start, what.size - start
+        if not isinstance(what, Allocation):
+            said = f"{asked} in a capture takes allocations of graphs and buffers"
+            raise TypeError(f"{said}, not {type(what).__name__}")
+        self._check_there(asked, what)
+        return what.address + start, what.size - start
+
+    def _check_there(self, asked: str, allocation: Allocation) -> None:
+        if allocation in self._freed:
+            raise ClosedError(
+                f"{asked} of {allocation}",
+                rule="this capture has freed it already",
+                next_step="Work with it before it is freed, and free it once",
+            )
 
     def _check_on(self, asked: str) -> None:
         if not self._on:
@@ -249,19 +264,6 @@ def capture(stream: StreamLike | None = None, *, mode: CaptureMode | str = Captu
     except ValueError:
         rule = f"a mode is one of {', '.join(CaptureMode)}"
         raise InvalidValueError(f"capture mode {mode!r}", rule=rule) from None
-
-
-def _place(asked: str, what: object, offset: Size) -> tuple[int, int]:
-    """Return the address at an offset of memory, and how many bytes there are from there on."""
-    start = parse_size(offset, "offset")
-    if isinstance(what, Span):
-        what._check()
-        return what._address + start, what.size - start
-    if isinstance(what, Allocation):
-        return what.address + start, what.size - start
-    raise TypeError(
-        f"{asked} in a capture takes allocations of graphs and buffers, not {type(what).__name__}"
-    )
 
 
 def _length(asked: str, size: Size | None, *rooms: int) -> int:
