@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import remap
+from remap.drivers.protocol import PER_THREAD_STREAM
 from remap.drivers.wrappers import _Forwarding
+from remap.errors import CudaResult, InUseError
 from remap.testing.bench import wait_until
 from remap.testing.stage import Stage
 
@@ -70,6 +72,132 @@ class Beside:
         self._thread.join(LIMIT)
         assert not self._thread.is_alive()
         return self._found
+
+
+# -- while another thread waits --
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["a stream", "a bare handle"])
+def test_a_second_reader_waits_as_the_first_does(stage: Stage, bare: bool) -> None:
+    """Two threads read what a stream still writes: both wait for it, though one has begun to (invariants 7, 13)."""
+    with (
+        halting(stage, "synchronize_stream", "synchronize_event") as driver,
+        remap.Stream(0) as stream,
+        remap.pinned(16, "uint8") as memory,
+    ):
+        memory.fill(7, stream=stream.handle if bare else stream)
+        readers = []
+        for number in (1, 2):
+            readers.append(Beside(memory.to_host))
+            assert wait_until(lambda: len(driver.arrived) == number), "it does not wait"  # noqa: B023
+        driver.open.set()
+        assert [set(one.end().tolist()) for one in readers] == [{7}, {7}]
+
+
+def test_work_that_is_waited_for_is_pending_for_all(stage: Stage) -> None:
+    """While a thread waits for a stream, arrays that are handed out name it all the same (invariant 7)."""
+    with (
+        halting(stage, "synchronize_stream") as driver,
+        remap.Stream(0) as stream,
+        remap.pinned(16, "uint8") as memory,
+    ):
+        memory.fill(7, stream=stream)
+        reader = Beside(memory.to_host)
+        assert wait_until(lambda: bool(driver.arrived))
+        assert memory[:8].__cuda_array_interface__["stream"] == stream.handle
+        driver.open.set()
+        assert set(reader.end().tolist()) == {7}
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["a stream", "a bare handle"])
+def test_what_is_queued_during_a_wait_is_known_after_it(stage: Stage, bare: bool) -> None:
+    """A wait ends, and what another thread has queued meanwhile on the same stream is not forgotten (invariant 7)."""
+    call = "synchronize_event" if bare else "synchronize_stream"
+    with halting(stage, call) as driver, remap.Stream(0) as stream, remap.pinned(16, "uint8") as memory:
+        where: Any = stream.handle if bare else stream
+        memory.fill(1, stream=where)
+        reader = Beside(memory.to_host)
+        assert wait_until(lambda: bool(driver.arrived))
+        memory.fill(2, stream=where)
+        driver.open.set()
+        reader.end()
+        mark = stage.mark()
+        assert set(memory.to_host().tolist()) == {2}
+        assert call in stage.names_since(mark)
+        mark = stage.mark()
+        memory.to_host()
+        assert call not in stage.names_since(mark), "it was waited for"
+
+
+@pytest.mark.parametrize("act", ["close", "pause", "migrate"])
+def test_a_copy_that_is_waited_for_is_an_operation(stage: Stage, act: str) -> None:
+    """`to_host(stream=)` is under way until its wait has ended: nobody takes the memory away beside it (7, 13)."""
+    if act == "migrate" and len(remap.devices()) < 2:
+        pytest.skip("there is one device")
+    with (
+        halting(stage, "synchronize_stream") as driver,
+        remap.Stream(0) as stream,
+        remap.DeviceBuffer.zeroed(16, "uint8", device=0, source="mapped") as memory,
+    ):
+        memory.fill(7, stream=stream)
+        acts: dict[str, Callable[[], object]] = {
+            "close": memory.close,
+            "pause": lambda: remap.pause(memory),
+            "migrate": lambda: remap.migrate(memory, 1),
+        }
+        reader = Beside(lambda: memory.to_host(stream=stream))
+        assert wait_until(lambda: bool(driver.arrived))
+        with pytest.raises(InUseError, match="1 operation on it still under way"):
+            acts[act]()
+        driver.open.set()
+        assert set(reader.end().tolist()) == {7}
+
+
+def test_a_copy_that_is_waited_for_waits_for_its_stream_alone(stage: Stage) -> None:
+    """`to_host(stream=)` waits for that stream, and leaves what others have queued to the next wait."""
+    with (
+        remap.Stream(0) as stream,
+        remap.Stream(0) as other,
+        remap.DeviceBuffer.zeroed(16, "uint8", device=0) as memory,
+    ):
+        memory.fill(7, stream=other)
+        stream.join(other)
+        mark = stage.mark()
+        assert set(memory.to_host(stream=stream).tolist()) == {7}
+        waited = [call.arguments[0] for call in stage.since(mark) if call.name == "synchronize_stream"]
+        assert waited == [stream.handle]
+
+
+# -- bare handles --
+
+
+@pytest.mark.parametrize("call", ["create_event", "record_event"])
+def test_work_that_no_event_tells_of(stage: Stage, call: str) -> None:
+    """Where a bare handle is refused its event, the work is queued all the same, and its device waited for (7)."""
+    with remap.Stream(0) as stream:
+        memory = remap.DeviceBuffer.zeroed(16, "uint8", device=0)
+        stage.faulty.fail(call, result=CudaResult.OUT_OF_MEMORY)
+        memory.fill(7, stream=stream.handle)
+        assert stage.faulty.refused == (call,)
+        mark = stage.mark()
+        memory.close()
+        assert "synchronize_context" in stage.names_since(mark)
+
+
+def test_the_default_streams_of_threads_are_several(stage: Stage) -> None:
+    """Two threads queue work on their own default streams, which have one handle: both are waited for (7)."""
+    memory = remap.DeviceBuffer.zeroed(16, "uint8", device=0)
+    both = threading.Barrier(2)
+
+    def fill() -> None:
+        memory.fill(7, stream=PER_THREAD_STREAM)
+        both.wait(LIMIT)  # a thread that has ended may leave its number to the next one
+
+    for one in [Beside(fill), Beside(fill)]:
+        assert one.end() is None
+    mark = stage.mark()
+    memory.close()
+    assert stage.names_since(mark).count("synchronize_event") == 2
 
 
 # -- handles that are named --
