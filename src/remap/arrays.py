@@ -344,7 +344,7 @@ class DeviceArray:
         uses = self.owner._uses
         uses.settle()
         target = uses.latest()
-        if target is None and not uses._events and not uses._lost:
+        if target is None and not uses.pending:
             return None
         if target is None or target.over or target.device not in users:
             target = Queue(default_handle(), users[0], None)

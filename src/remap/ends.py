@@ -27,6 +27,10 @@ class End:
         """Keep the handle for a block; gives False where it is over, and must not be named any more."""
         return Kept(self)
 
+    def named(self, thing: Any) -> Named:
+        """Keep the handle of an object for a block that names it; raises what `thing._check` does where it is over."""
+        return Named(self, thing)
+
     def destroy(self, call: Callable[[], None]) -> None:
         """Destroy the handle, whose work is done, with `call`: now, or when the last block that keeps it ends."""
         with self._driver.lock:
@@ -75,3 +79,20 @@ class Kept:
             self._end._leave()
         else:
             undo(error, self._end._leave)
+
+
+class Named(Kept):
+    """A block that keeps the handle of an object which can be used."""
+
+    __slots__ = ("_thing",)
+
+    def __init__(self, end: End, thing: Any) -> None:
+        super().__init__(end)
+        self._thing = thing
+
+    def __enter__(self) -> bool:
+        """Raise where the object cannot be used."""
+        self._thing._check()
+        if not super().__enter__():  # another thread has closed it in between
+            self._thing._check()
+        return self._kept

@@ -244,7 +244,10 @@ def _from_interface(value: Any, interface: Any, stream: StreamLike | None) -> Fo
     if handle is not None:
         pending = Uses()
         pending.add(Queue(handle, place, value))
-        pending.join(as_stream(stream, place))
+        try:
+            pending.join(as_stream(stream, place))
+        finally:
+            pending.forget()
     return ForeignArray(address, shape, dtype, strides, place.location, bool(read_only), value)
 
 

@@ -257,7 +257,7 @@ class Resource:
 
     def __repr__(self) -> str:
         """Return what it is, how large and where."""
-        state = "" if self._open else " closed"
+        state = " closed" if self.closed else ""
         return f"<remap.{type(self).__name__}{state} {self.describe()}>"
 
     def _repr_html_(self) -> str:

@@ -68,9 +68,12 @@ class Span(Range):
         Raises `InvalidValueError` if it is read-only, not contiguous or larger than what is there. Source:
         cuMemcpyDtoHAsync.
         """
-        host = host_array(out, "copy_to_host", writable=True)
+        self._read(host_array(out, "copy_to_host", writable=True), offset, stream)
+
+    def _read(self, host: NDArray[Any], offset: Size, stream: StreamLike | None, wait: bool = False) -> None:
         offset, size = self._part("copy_to_host", offset, host.nbytes)
-        with self._using("copy_to_host", Access.READ, stream, part=(offset, size), keep=host) as queue:
+        part = (offset, size)
+        with self._using("copy_to_host", Access.READ, stream, part=part, keep=host, wait=wait) as queue:
             if queue is None:
                 ctypes.memmove(host.ctypes.data, self._address + offset, size)
             elif size:
@@ -130,8 +133,10 @@ class Span(Range):
                 )
         offset, size = self._part("copy_from", offset, size)
         source_offset, _ = source._part("copy_from", source_offset, size)
-        parts = {"part": (offset, size), "source_part": (source_offset, size)}
-        with self._using("copy_from", Access.READ_WRITE, stream, source=source, **parts) as queue:
+        part, other = (offset, size), (source_offset, size)
+        with self._using(
+            "copy_from", Access.READ_WRITE, stream, part=part, source=source, source_part=other
+        ) as queue:
             target, origin = self._address + offset, source._address + source_offset
             if queue is None:
                 ctypes.memmove(target, origin, size)
@@ -187,10 +192,12 @@ class Span(Range):
         keep: object = None,
         source: Span | None = None,
         source_part: tuple[int, int] | None = None,
+        wait: bool = False,
     ) -> Generator[Queue | None]:
         """Run a block that queues work on the memory; yields the queue, or None where the CPU does it now.
 
-        The parts are the (offset, size) that the work touches here and in the source.
+        The parts are the (offset, size) that the work touches here and in the source. Where no stream is named, or
+        `wait` is set, it waits for the work.
         """
         place = self._actor(asked, needed, stream, source)
         queue = None
@@ -224,8 +231,10 @@ class Span(Range):
                             arriving = None if span is None else span._arriving
                             if arriving is not None:
                                 arriving.join(queue, touched)
+                        if wait and stream is not None:
+                            queue.check_not_capturing(f"{asked} of {self.describe()}")
                         yield queue
-                        if stream is None:
+                        if stream is None or wait:
                             self._driver.synchronize_stream(queue.handle)
                             left = None
             except RemapError:  # refused, or reported by the wait

@@ -32,44 +32,44 @@ class StreamCalls:
 
     def synchronize(self) -> None:
         """Wait until all work queued so far has completed; `InUseError` under a capture, which a wait would break."""
-        self._check()
-        Queue(self.handle, self.device, self).check_not_capturing(f"wait for {self}")
-        with self.device.current():
+        with self._named(), self.device.current():
+            Queue(self.handle, self.device, self).check_not_capturing(f"wait for {self}")
             self._driver.synchronize_stream(self.handle)
 
     @property
     def done(self) -> bool:
         """Whether all work queued so far has completed; does not wait. Refused as `synchronize` is."""
-        self._check()
-        Queue(self.handle, self.device, self).check_not_capturing(f"question whether {self} is done")
-        with self.device.current():
+        with self._named(), self.device.current():
+            Queue(self.handle, self.device, self).check_not_capturing(f"question whether {self} is done")
             return bool(self._driver.stream_done(self.handle))
 
     @property
     def capturing(self) -> bool:
         """Whether work on this stream goes into a graph instead of running."""
-        self._check()
-        with self.device.current():
+        with self._named(), self.device.current():
             return bool(self._driver.stream_capturing(self.handle))
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Mark the work queued so far with `event`, a new one by default, and return it."""
-        self._check()
-        event = event or Event(self.device, timing=timing)
-        event._check()
-        with self.device.current():
-            self._driver.record_event(event.handle, self.handle)
+        with self._named(), Rollback() as rollback:
+            if event is None:
+                event = Event(self.device, timing=timing)
+                rollback.undo(event.close)
+            with event._named(), self.device.current():
+                self._driver.record_event(event.handle, self.handle)
         return event
 
     def wait(self, what: Event | StreamLike) -> None:
         """Let later work of this stream wait for an event, or for what another one has queued so far; does not wait."""
-        self._check()
-        if not isinstance(what, Event):
-            Queue(self.handle, self.device, self).follow(as_stream(what, self.device))
-            return
-        what._check()
-        with self.device.current():
-            self._driver.wait_event(self.handle, what.handle)
+        with self._named():
+            if isinstance(what, Event):
+                with what._named(), self.device.current():
+                    self._driver.wait_event(self.handle, what.handle)
+                return
+            earlier = as_stream(what, self.device)
+            with earlier.kept() as there:
+                if there:  # else closing it has waited
+                    Queue(self.handle, self.device, self).follow(earlier)
 
     def fork(self) -> Stream:
         """Return a new stream of the same device whose work starts where this one is now."""
@@ -86,6 +86,10 @@ class StreamCalls:
 
     def _check(self) -> None:
         """Raise where the stream cannot be used any more."""
+
+    def _named(self) -> AbstractContextManager[object]:
+        """Keep the handle for a block that names it; raises as `_check` does."""
+        return nullcontext()
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return (0, handle), so that any CUDA library takes this stream."""
@@ -113,6 +117,9 @@ class Stream(Resource, StreamCalls):
             self.handle: int = self._driver.create_stream(nonblocking, priority)
             self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
+
+    def _named(self) -> AbstractContextManager[object]:
+        return self._end.named(self)
 
     def _check_closable(self) -> None:
         Queue(self.handle, self.device, self).check_not_capturing(f"closing {self.describe()}")
@@ -148,13 +155,14 @@ def default_stream(at: DeviceLike | None = None) -> DefaultStream:
 class Event(Resource):
     """A mark in a stream that hosts and other streams can wait for. Source: cuEventCreate."""
 
-    __slots__ = ("device", "handle")
+    __slots__ = ("_end", "device", "handle")
 
     kind: ClassVar[str] = "event"
 
     def __init__(self, at: DeviceLike | None = None, *, timing: bool = False) -> None:
         self.device = device(at)
         super().__init__(self.device._driver)
+        self._end = End(self._driver)
         with self.device.current():
             self.handle: int = self._driver.create_event(timing)
             self._open = True  # from here on an interrupt leaves it to its finaliser
@@ -162,22 +170,18 @@ class Event(Resource):
 
     def synchronize(self) -> None:
         """Wait until what this event marks has completed."""
-        self._check()
-        with self.device.current():
+        with self._named(), self.device.current():
             self._driver.synchronize_event(self.handle)
 
     @property
     def done(self) -> bool:
         """Whether what this event marks has completed; does not wait."""
-        self._check()
-        with self.device.current():
+        with self._named(), self.device.current():
             return bool(self._driver.event_done(self.handle))
 
     def elapsed(self, later: Event) -> float:
         """Return the milliseconds from this event to a later one, both made with `timing=True` and completed."""
-        self._check()
-        later._check()
-        with self.device.current():
+        with self._named(), later._named(), self.device.current():
             try:
                 return float(self._driver.elapsed(self.handle, later.handle))
             except DriverError as error:
@@ -185,8 +189,12 @@ class Event(Resource):
                     error.next_step = "Make and record both with timing: stream.record(timing=True)"
                 raise
 
+    def _named(self) -> AbstractContextManager[object]:
+        return self._end.named(self)
+
     def _detach(self) -> Release:
-        return Release(1, [(in_context, (self.device, self._driver.destroy_event, self.handle))])
+        destroy = partial(in_context, self.device, self._driver.destroy_event, self.handle)
+        return Release(1, [(self._end.destroy, (destroy,))])
 
     def describe(self) -> Description:
         """Return what this event is."""
@@ -226,6 +234,11 @@ class Queue:
         """Keep the handle valid for a block that names it; gives False where it is `over`, and names nothing."""
         end = self._end
         return end.kept() if end is not None else nullcontext(not self.over)
+
+    def _named(self) -> AbstractContextManager[object]:
+        """Keep the handle valid for a block that names it; raises `ClosedError` where the stream was closed."""
+        end = self._end
+        return nullcontext() if end is None else end.named(self.owner)
 
     def gone(self) -> bool:
         """Ask another library whether it has closed its stream, though it keeps the object; it is `over` from then on.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import remap
-from remap import Host
+from remap import Host, lifetime
+from remap.drivers.protocol import PER_THREAD_STREAM
 
 
 class Interface:
@@ -161,6 +162,15 @@ def test_refuses_interfaces(private: remap.Buffer, words: str) -> None:
     """A malformed interface is refused, naming what is wrong with it."""
     with pytest.raises(remap.InvalidValueError, match=words):
         remap.as_array(Interface(good(private, **WRONG[words])))
+
+
+def test_the_stream_of_an_interface_leaves_nothing(private: remap.Buffer) -> None:
+    """What joins the stream that an interface names is given back at once, and warns of nothing."""
+    given = Interface(good(private, stream=PER_THREAD_STREAM))
+    before = lifetime.live()
+    taken = remap.as_array(given)
+    assert lifetime.live() == before
+    del taken
 
 
 @pytest.mark.parametrize("missing", ["version", "shape", "typestr", "data"])

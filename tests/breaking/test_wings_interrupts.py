@@ -206,3 +206,16 @@ def _act(buffer: Any, act: str) -> None:
         buffer.resize(SIZE // 2)
     else:
         buffer.fork().close()
+
+
+def test_an_interrupt_while_pool_memory_is_made(driver: Interrupting) -> None:
+    """Memory that the pool has given is freed again when what became of it is collected (invariant 4)."""
+    with remap.Stream(0) as stream:
+        driver.after = "create_event"
+        with pytest.warns(ResourceWarning, match="pool memory .* was never closed"):
+            with pytest.raises(Interrupted):
+                remap.DeviceBox.empty(SIZE, "uint8", stream=stream.handle, device=0)
+            gc.collect()
+        remap.collect()
+        remap.device(0).synchronize()
+        assert remap.DeviceBox.statistics(0).used == 0

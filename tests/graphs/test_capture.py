@@ -174,6 +174,22 @@ def test_unjoined_streams(pool: GraphPool, streams: Callable[[], remap.Stream]) 
         two.synchronize()
 
 
+def test_a_copy_that_is_waited_for_is_refused_before_it_is_captured(
+    pool: GraphPool, stream: remap.Stream
+) -> None:
+    """`to_host(stream=)` would wait for a captured stream, so that it is refused, and is no node of the graph (5)."""
+    del pool
+    with remap.DeviceBuffer.zeroed(16, "uint8", device=0) as buffer, remap.DeviceBox.zeroed(16) as box:
+        with remap.capture(stream) as capture:
+            with pytest.raises(InUseError, match="captured"):
+                buffer.to_host(stream=stream)
+            with pytest.raises(InUseError, match="captured"):
+                box.close(after=stream)
+            assert not box.closed
+        with capture.graph as graph:
+            assert not graph.nodes
+
+
 def test_waits_are_refused_with_both_intact(pool: GraphPool, stream: remap.Stream) -> None:
     """Closing, pausing, moving and waiting that would break a capture are refused; it goes on (trap 13)."""
     del pool

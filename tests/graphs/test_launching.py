@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -126,6 +128,21 @@ def test_freed_in_stream_order(pool: GraphPool, stream: remap.Stream) -> None:
                 assert pool.footprint().used == used
             a.memory.free(stream)
             stream.synchronize()
+
+
+def test_memory_that_a_launch_frees_ends_in_silence(pool: GraphPool, stream: remap.Stream) -> None:
+    """Launched again on a bare handle, it drops the event behind the first run, which no user has seen (4)."""
+    del pool
+    with remap.Graph(0) as graph:
+        a = graph.alloc(PART)
+        with graph.instantiate(auto_free=True) as executable, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                executable.launch(stream.handle)
+                stream.synchronize()
+                gc.collect()
+            assert not told
+        a.memory.close()
 
 
 def test_auto_free(pool: GraphPool, stream: remap.Stream) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import remap
 from remap import kernels, lifetime
-from remap.drivers.wrappers import Faulty
+from remap.drivers.wrappers import Faulty, Recording
 from remap.errors import (
     AccessError,
     ClosedError,
@@ -283,6 +283,34 @@ def test_an_unclosed_module_warns_and_is_unloaded_later() -> None:
     with pytest.warns(ResourceWarning, match="module"):
         del module
     assert lifetime.drain() == 1
+
+
+@pytest.mark.parametrize("call", ["create_event", "record_event"])
+def test_a_launch_that_no_event_tells_of(stream: remap.Stream, call: str) -> None:
+    """Where a bare handle is refused its event, the kernel runs all the same, and whoever closes waits (7)."""
+    own = remap.driver()
+    stream.close()
+    faulty = Faulty(own)
+    recording = Recording(faulty)
+    remap.use(recording)
+    try:
+        with kernels.load(PTX) as module, remap.Stream(module.device) as bare:
+            kernel = kernel_of(module)
+            made = [remap.allocate(N * 4, resident=module.device) for _ in range(3)]
+            made[0].copy_from_host(np.full(N, 3, np.float32))
+            made[1].copy_from_host(np.full(N, 4, np.float32))
+            faulty.fail(call, result=CudaResult.OUT_OF_MEMORY, repeat=True)
+            kernel.launch(*made, N, stream=bare.handle, **SHAPE)
+            assert set(faulty.refused) == {call}
+            faulty.heal()
+            recording.forget()
+            made[0].close()
+            assert recording.calls_to("synchronize_context")
+            assert set(made[2].to_host("float32", N).tolist()) == {7.0}
+            for buffer in made[1:]:
+                buffer.close()
+    finally:
+        remap.use(own)
 
 
 def test_a_failed_launch_leaves_every_buffer_free() -> None:

@@ -47,6 +47,15 @@ def test_all_memory_comes_first(stage: Stage) -> None:
         assert holds(buffers)
 
 
+def test_an_event_says_whether_it_is_closed() -> None:
+    """A chunk's event is shown as closed when its resume is, and not before."""
+    with filled(SIZE) as buffers:
+        remap.pause(buffers)
+        with remap.resume(buffers, events=True) as waking:
+            assert repr(waking.events[0]).startswith("<remap.ChunkEvent chunk event ")
+        assert repr(waking.events[0]).startswith("<remap.ChunkEvent closed chunk event ")
+
+
 def test_a_shortage_maps_nothing(stage: Stage) -> None:
     """Where memory is short, nothing was mapped or copied before that is said, and all sleep on (invariant 5)."""
     with filled(*[SIZE] * 3) as buffers:

@@ -221,6 +221,44 @@ def test_results_are_given_once(stage: Stage) -> None:
     settle()
 
 
+@pytest.mark.parametrize("call", ["synchronize_event", "copy_to_host", "synchronize_stream"])
+def test_a_wait_that_fails_loses_no_result(stage: Stage, call: str) -> None:
+    """Whatever a wait was told, the results are there for the next one (invariant 5)."""
+    run = build(np.arange(100, dtype="int32")).run()
+    stage.faulty.fail(call)
+    with pytest.raises(remap.DriverError):
+        run.wait()
+    assert stage.faulty.refused == (call,)
+    assert run.wait()[:3].tolist() == [42, 1, 2]
+    with pytest.raises(ClosedError):
+        run.wait()
+    settle()
+
+
+def test_two_threads_wait_for_a_run(stage: Stage) -> None:
+    """Both wait; one gets the results, and the other is told that they were taken (invariant 13)."""
+    found: list[object] = []
+
+    def take() -> None:
+        try:
+            found.append(run.wait())
+        except ClosedError as error:
+            found.append(error)
+
+    with remap.Stream() as stream:
+        with gate(stream) as opened:
+            run = build(np.arange(100, dtype="int32")).run(stream=stream)
+            threads = [threading.Thread(target=take) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            assert not found
+            opened.set()
+            for thread in threads:
+                thread.join(30)
+        assert sorted(type(one).__name__ for one in found) == ["ClosedError", "ndarray"]
+    settle()
+
+
 def test_failures(stage: Stage) -> None:
     """A step that fails raises there; what the run had allocated is freed, and the chain can be run again."""
     settle()

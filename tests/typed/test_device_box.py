@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
 
 import remap
-from remap.errors import ClosedError, InUseError, InvalidValueError, OutOfMemoryError
+from remap.errors import ClosedError, CudaResult, InUseError, InvalidValueError, OutOfMemoryError
 from remap.sizes import MiB
 from remap.testing.stage import Stage
 from remap.testing.typed import gate
@@ -200,6 +201,40 @@ def test_failures(stage: Stage) -> None:
         remap.DeviceBox.zeroed(10, device=0)
     with pytest.raises(InvalidValueError):
         remap.DeviceBox.from_host(np.arange(10)[::2])
+    settle()
+    assert remap.DeviceBox.statistics(0).used == 0
+
+
+@pytest.mark.parametrize("bad", ["event", "stream", "text"])
+def test_closing_after_what_cannot_be_waited_for(stage: Stage, bad: str) -> None:
+    """A box stays open, and can be closed later, where `after=` names what was closed, or nothing (invariants 3, 5)."""
+    settle()
+    with remap.Stream(0) as home, remap.Stream(0) as other:
+        after: Any = "later"
+        if bad != "text":
+            after = home.record() if bad == "event" else other
+        box = remap.DeviceBox.empty(COUNT, "uint8", stream=home)
+        if bad != "text":
+            after.close()
+        with pytest.raises(TypeError if bad == "text" else ClosedError):
+            box.close(after=after)
+        assert not box.closed
+        assert remap.DeviceBox.statistics(0).used == COUNT
+        box.close(after=other if bad == "event" else None)
+        box.close(after=after)  # again does nothing
+    settle()
+    assert remap.DeviceBox.statistics(0).used == 0
+
+
+def test_a_home_that_no_event_tells_of(stage: Stage) -> None:
+    """A box made on a bare handle is there, and freed, where the driver refuses the event that stands for it."""
+    settle()
+    with remap.Stream(0) as home:
+        stage.faulty.fail("create_event", result=CudaResult.OUT_OF_MEMORY)
+        box = remap.DeviceBox.zeroed(100, "uint8", stream=home.handle, device=0)
+        assert stage.faulty.refused == ("create_event",)
+        assert not box.to_host().any()
+        box.close()
     settle()
     assert remap.DeviceBox.statistics(0).used == 0
 

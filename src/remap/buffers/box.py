@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from remap.buffers.fixed import FixedMemory
@@ -17,7 +17,7 @@ from remap.sizes import Size, format_size, parse_size
 from remap.spans import host_array
 from remap.streams import Event, Queue, StreamLike, as_stream
 from remap.types import Access
-from remap.uses import After, Known, Uses
+from remap.uses import After, Known, Uses, resolve_after
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -42,9 +42,10 @@ class PoolMemory(FixedMemory):
         self._size = size
         self._rights = {at.location: Access.READ_WRITE}
         if size:
-            with at.current():
+            with home._named(), at.current():
                 _check_not_capturing(home, "an allocation from the pool")
                 self._address = self._driver.pool_allocate(size, home.handle)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
             if home.transient:  # nobody can name it later, so an event stands for it
                 self._uses.add(home)
             self._arriving = _Born(home, self)
@@ -58,7 +59,8 @@ class PoolMemory(FixedMemory):
         The free comes after all work on it that remap saw, on whatever stream. `after=` names a stream or an event
         that it is to come after instead, or None: the caller's promise that the home stream's order is enough. Where
         the address was given away remap cannot see who uses it: let those streams `use` the memory. Raises
-        `InUseError`, and stays open, under a capture and while arrays of other libraries view it.
+        `InUseError` under a capture and while arrays of other libraries view it, and `ClosedError` for a stream or an
+        event that was closed; it stays open then.
         """
         if self._open and self.home.gone() and captures_running():
             raise InUseError(
@@ -72,13 +74,19 @@ class PoolMemory(FixedMemory):
                 self._known_uses.settle()
             super().close()
             return
+        with ExitStack() as kept:
 
-        def after_that(release: Release) -> None:
-            if self._size:
-                release.steps = [(_free, (self.device, self.home, self._address, None, after, []))]
+            def after_that(release: Release) -> None:
+                what = resolve_after(after, self.device)
+                if what is not None:
+                    kept.enter_context(what._named())
+                if isinstance(what, Queue):
+                    _check_not_capturing(what, f"closing {self.kind} {self.serial}")
+                if self._size:
+                    release.steps = [(_free, (self.device, self.home, self._address, None, what, []))]
 
-        if self._close(after_that) and self._known_uses is not None:
-            self._known_uses.forget()
+            if self._close(after_that) and self._known_uses is not None:
+                self._known_uses.forget()
 
     @contextmanager
     def use(self, stream: StreamLike) -> Generator[int]:
@@ -266,7 +274,7 @@ def _free(
     home: Queue,
     address: int,
     uses: Uses | None,
-    after: StreamLike | Event | None,
+    after: Queue | Event | None,
     done: list[bool],
 ) -> None:
     """Free memory in its home stream, or in a lent one where that has gone, after the work of all others.
@@ -289,10 +297,14 @@ def _free(
                 if isinstance(after, Event):
                     driver.wait_event(home.handle, after.handle)
                 elif after is not None:
-                    home.follow(as_stream(after, at))
+                    home.follow(after)
                 # Before the call: an interrupt comes as it returns, and nothing may go twice.
                 done[:] = [True]
-                driver.pool_free(address, home.handle)
+                try:
+                    driver.pool_free(address, home.handle)
+                except InUseError:  # nothing was changed, and it is tried again
+                    done.clear()
+                    raise
         finally:
             if lent is not None:
                 lent.give_back()

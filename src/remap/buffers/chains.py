@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -200,6 +201,7 @@ class Run:
         self._results: list[Any] = []
         self._copies: dict[int, DeviceBox] = {}  # by their place among the results
         self._event: Event | None = None
+        self._taking = threading.Lock()
         try:
             as_stream(self.stream, chain.device).check_not_capturing("a run of a chain")
             for index, step in enumerate(chain._steps):
@@ -258,23 +260,31 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether all of it has completed; does not wait."""
-        return self._event is None or self._event.done
+        event = self._event  # read once: another thread may take the results
+        return event is None or event.done
 
     def wait(self) -> Any:
-        """Wait until all of it has completed, and return the results, which are given once."""
-        event, self._event = self._event, None
-        if event is None:
-            raise ClosedError("the results of a run", rule="they were taken before, and are given once")
-        event.synchronize()
-        event.close()
-        for index, box in self._copies.items():
-            self._results[index] = box.to_host(stream=self.stream)
-            box.close()
-        self._copies.clear()
-        if self._lent is not None:
-            self._lent.give_back()
-            self._lent = None
-        results, self._results = self._results, []
+        """Wait until all of it has completed, and return the results, which are given once.
+
+        Raises `ClosedError` where they were taken before. After any other failure, or an interrupt, call it again.
+        """
+        event = self._event
+        if event is not None:
+            event._check()  # in a forked child nobody lets go of the lock
+        with self._taking:
+            event = self._event
+            if event is None:
+                raise ClosedError("the results of a run", rule="they were taken before, and are given once")
+            # Nothing is dropped before all of it is there: whoever is interrupted, or told of a kernel, waits again.
+            event.synchronize()
+            for index, box in list(self._copies.items()):
+                self._results[index] = box.to_host(stream=self.stream)
+                self._copies.pop(index).close()
+            if self._lent is not None:
+                self._lent.give_back()
+                self._lent = None
+            results, self._results, self._event = self._results, [], None
+            event.close()
         return None if not results else results[0] if len(results) == 1 else tuple(results)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -282,7 +292,8 @@ class Run:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Any:
-        if self._event is not None and not self._event.done:
+        event = self._event
+        if event is not None and not event.done:
             loop = asyncio.get_running_loop()
             passed = asyncio.Event()
             driver = self._chain.device._driver
@@ -290,8 +301,8 @@ class Run:
             # In a stream beside: on CUDA, host functions wait for each other, and what is copied out would wait, too.
             beside = borrow(self._chain.device)
             try:
-                with self._chain.device.current():
-                    driver.wait_event(beside.handle, self._event.handle)
+                with event._named(), self._chain.device.current():
+                    driver.wait_event(beside.handle, event.handle)
                     driver.launch_host_function(beside.handle, partial(_wake, loop, passed, self))
                 while not passed.is_set() and not self.done:
                     with contextlib.suppress(TimeoutError):

@@ -89,9 +89,7 @@ class TypedMemory(DeviceArray):
         out = np.empty(self.shape, self.dtype)
         if self.nbytes:
             self._order("to_host", Access.READ, stream)
-            self.owner.copy_to_host(out, offset=self.offset, stream=stream)
-            if stream is not None:
-                self.owner._wait_for_work("to_host")
+            self.owner._read(out, self.offset, stream, wait=True)
         return out
 
     def copy_to_host(self, out: Any, *, stream: StreamLike | None = None) -> None:

@@ -169,7 +169,7 @@ class Executable(Resource):
         """Prepare the next launch in the order of a stream, so that it takes less time. Source: cuGraphUpload."""
         self._check()
         queue = as_stream(stream, self.device)
-        with self.device.current():
+        with queue._named(), self.device.current():
             self._driver.graph_upload(self._handle, queue.handle)
         self._uses.add(queue)
 

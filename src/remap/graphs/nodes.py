@@ -192,8 +192,9 @@ class GraphMemory(Span):
             release.wait = None
             release.steps = [(in_context, (self.device, driver.pool_free, self._address, queue.handle))]
 
-        if self._close(in_order) and self._known_uses is not None:
-            self._known_uses.forget()
+        with queue._named():
+            if self._close(in_order) and self._known_uses is not None:
+                self._known_uses.forget()
 
     def _end(self) -> None:
         """Mark it closed, since a launch has freed it."""

@@ -216,7 +216,7 @@ class Arriving:
                 event.synchronize()
                 continue
             target = torch.cuda.current_stream(event.device.index) if stream is None else stream
-            with event.device.current():
+            with event._named(), event.device.current():
                 event._driver.wait_event(target.cuda_stream, event.handle)
 
     def wait(self) -> Moved:

@@ -35,6 +35,7 @@ class ChunkEvent(Event):
         # Not `_opened()`: it owns nothing, its event is destroyed by the `Waking`.
         Resource.__init__(self, waking._driver)
         self._waking = waking
+        self._end = waking._end
         self._portion = mark.portion
         self.buffer = mark.portion.buffer
         self.chunk = mark.chunk
@@ -61,13 +62,13 @@ class ChunkEvent(Event):
             if self._waking.held_up is None:
                 return False
             self._await_queued()
-        with self._waking._end.kept() as there, self.device.current():
+        with self._end.kept() as there, self.device.current():
             return not there or bool(self._driver.event_done(self._event))
 
     def synchronize(self) -> None:
         """Wait until the chunk's bytes are there."""
         self._check()
-        with self._waking._end.kept() as there:
+        with self._end.kept() as there:
             if there:  # else closing has waited
                 with self.device.current():
                     self._driver.synchronize_event(self._event)

@@ -11,6 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NoReturn, Self, cast
 
 from remap.drivers.powers import SupportsSharedEvents
+from remap.ends import End
 from remap.errors import ShareError
 from remap.locations import DeviceLike, device
 from remap.streams import Event
@@ -41,6 +42,7 @@ class SharedEvent(Event):
                 rule="the driver has none",
                 next_step="Wait on the host (stream.synchronize()), then send a message",
             )
+        self._end = End(driver)
         with self.device.current():
             self.handle = driver.create_shared_event() if data is None else driver.import_event(bytes(data))
         self._opened()
@@ -55,8 +57,7 @@ class SharedEvent(Event):
 
     def to_bytes(self) -> bytes:
         """Return the 64 bytes by which other processes open it. Source: cuIpcGetEventHandle."""
-        self._check()
-        with self.device.current():
+        with self._named(), self.device.current():
             return bytes(self._driver.export_event(self.handle))
 
     def __reduce__(self) -> NoReturn:
