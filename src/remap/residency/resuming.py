@@ -10,7 +10,7 @@ from remap import drivers
 from remap.buffers.base import Buffer
 from remap.ends import End
 from remap.errors import ClosedError, InvalidValueError, OutOfMemoryError
-from remap.lifetime import Rollback, drain, undo
+from remap.lifetime import Rollback, drain, end_block, undo
 from remap.residency.families import carried, carriers, forget_sole
 from remap.residency.feed import Worker
 from remap.residency.flow import Flow
@@ -93,6 +93,9 @@ def resume(
     each use through remap waits for the chunks it touches, `Waking.events` has an event for each chunk, and closing it
     waits for the rest. Buffers whose addresses were given away are mapped before it returns, and what is read from a
     file has arrived.
+
+    What a listener (`on_change`) raises is raised when all have been told: everything is awake then, and with
+    `events=True` it has arrived.
     """
     asked = named(buffers, "resumed")
     for buffer in asked:
@@ -106,8 +109,21 @@ def resume(
         progress=progress,
         poison=poison,
     )
-    announce(changed)
+    tell(woken, changed)
     return woken
+
+
+def tell(woken: Moved | Waking, changed: Iterable[Buffer]) -> None:
+    """Tell the listeners of buffers that have woken.
+
+    If one of them raises, nobody gets what is under way, so that is waited for first.
+    """
+    try:
+        announce(changed)
+    except Exception as error:
+        if isinstance(woken, Waking):
+            end_block(error, woken.close)
+        raise
 
 
 def put_back(
