@@ -36,7 +36,7 @@ from remap.errors import (
     context_renewed,
 )
 from remap.forks import in_child
-from remap.releases import Release, Rollback, Step, end_block, queued, undo
+from remap.releases import Release, Rollback, Step, call_all, end_block, queued, undo
 from remap.sites import sites
 from remap.types import Description, Facts
 
@@ -46,6 +46,7 @@ __all__ = [
     "Resource",
     "Rollback",
     "Step",
+    "call_all",
     "captures_running",
     "capturing",
     "collect",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, Self, TypeAlias, TypeVar
 
 from remap.errors import ContextLostError, InUseError, KernelError, context_lost
 
 Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """One driver call of a release: a bound method and its arguments."""
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class Release:
@@ -80,7 +82,7 @@ class Release:
             raise first
 
 
-def _joined(first: Exception | None, error: Exception) -> Exception:
+def _joined(first: _Error | None, error: Exception) -> _Error | Exception:
     """Return the first error, with a later one as a note."""
     if first is None:
         return error
@@ -133,6 +135,20 @@ def end_block(error: BaseException | None, close: Callable[[], object]) -> None:
     except Exception as second:  # noqa: BLE001 - whatever it is, the block's error is the one that the caller waits for
         stays = ". It is open, and given back when it is collected" if isinstance(second, InUseError) else ""
         error.add_note(f"and then: {second}{stays}")
+
+
+def call_all(calls: Iterable[Callable[[], object]], first: BaseException | None = None) -> None:
+    """Make every call, whatever those before it raise; then raise the first error, with the later ones as notes.
+
+    `first` is one that was there before the calls.
+    """
+    for call in calls:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others are to be called, too
+            first = _joined(first, error)
+    if first is not None:
+        raise first
 
 
 def undo(error: BaseException, call: Callable[..., Any], /, *arguments: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import remap
-from remap import MiB
+from remap import MiB, lifetime, residency
 
 
 def free() -> int:
@@ -241,6 +241,24 @@ def test_generations_tell_who_registered_the_memory(machine: Any) -> None:
     machine.sleep("weights")
     machine.wake("weights")
     assert told == [1, 2]
+
+
+def test_a_listener_that_fails_in_an_ordered_wake(torch: Any, machine: Any) -> None:
+    """Who gets its error gets no `Arriving`: everything has arrived then."""
+    weights = filled(machine, "weights")
+    kept = [tensor.clone() for tensor in weights]
+
+    def fail(buffer: remap.Buffer) -> None:
+        if not buffer.paused:
+            raise ZeroDivisionError
+
+    machine.buffer_of(weights[0]).on_change(fail)
+    machine.sleep("weights")
+    with pytest.raises(ZeroDivisionError):
+        machine.wake("weights", events=True)
+    assert not lifetime.live(residency.Waking)
+    assert machine.status()["weights"].state == "awake"
+    assert all(map(torch.equal, weights, kept))
 
 
 def test_several_pools_in_one_call(torch: Any, machine: Any) -> None:

@@ -84,6 +84,16 @@ def length_of_truth(_: remap.DisjointSlice) -> None:
     s = remap.dynamic_shared(np.float32, length=True)  # noqa: F841
 
 
+def sum_of_truth(_: remap.DisjointSlice) -> None:
+    """Add True to a number."""
+    s = remap.shared_array(31 + True, np.float32)  # noqa: F841
+
+
+def stride_of_truth(out: remap.DisjointSlice) -> None:
+    """Take True as a stride."""
+    out[remap.index_2d(stride=True)] = 1
+
+
 def without_a_type(_: remap.DisjointSlice) -> None:
     """Leave out the type."""
     s = remap.shared_array(32)  # noqa: F841
@@ -118,6 +128,8 @@ def bare_axes(out: remap.DisjointSlice) -> None:
         (barrier_with_argument, r"remap.barrier\(1\): barrier takes no argument"),
         (shape_of_truth, "a shape is one to three whole numbers above 0"),
         (length_of_truth, "a length is a whole number above 0"),
+        (sum_of_truth, "shape: True: arithmetic needs whole numbers"),
+        (stride_of_truth, "a stride is a whole number from 1"),
         (without_a_type, r"dtype is missing. Write remap.shared_array\(shape, dtype\)"),
         (with_an_unknown_option, "beside shape and dtype it takes align="),
         (called_number, "there is nothing of this name to call"),

@@ -9,7 +9,7 @@ import pytest
 
 import remap
 from remap import MiB
-from remap.errors import CompileError, KernelError, LaunchError
+from remap.errors import AccessError, CompileError, KernelError, LaunchError
 
 T = 16
 
@@ -432,6 +432,25 @@ def test_an_overlapping_output_is_refused(place: Any, aliases: Any) -> None:
             place.launch(copy, x, out, grid=1, block=64)
         assert "allow_overlap=True" in str(caught.value)
     place.launch(copy, front, buffer.array("int32", 20, offset=160), grid=1, block=64)
+
+
+def test_an_alias_that_nobody_could_touch_is_found_when_it_has_rights(place: Any) -> None:
+    """What the driver could not say of memory without rights is asked again: an alias is refused later on (D10)."""
+    at = remap.device()
+    with (
+        remap.create(2 * MiB, at=at) as memory,
+        remap.reserve(4 * MiB) as addresses,
+        addresses.map(memory, offset=0, access={at: "rw"}) as one,
+        addresses.map(memory, offset=2 * MiB) as other,
+        remap.Stream(at) as stream,  # without one, a launch is refused before anything else is asked
+    ):
+        x, out = other.array("int32", 64), one.array("int32", 64)
+        for _ in range(2):
+            with pytest.raises(AccessError):
+                place.launch(copy, x, out, grid=1, block=64, stream=stream)
+        other.set_access({at: "r"})
+        with pytest.raises(LaunchError, match="same memory"):
+            place.launch(copy, x, out, grid=1, block=64, stream=stream)
 
 
 def test_the_overlap_can_be_allowed(place: Any, aliases: Any) -> None:

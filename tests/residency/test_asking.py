@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -158,3 +159,32 @@ def test_groups_whose_blocks_end_in_another_order(stage: Stage) -> None:
     with remap.allocate(SIZE, resident=0) as outside, remap.DeviceBuffer.empty(1, "uint8") as small:
         assert not any(outside in one.buffers for one in groups)
         assert not isinstance(small.owner, remap.Buffer), "mapped memory is for those inside of a group"
+
+
+def test_a_group_has_what_several_threads_make(stage: Stage) -> None:
+    """Every buffer that is made inside of a block is in the group, whoever makes others at the same time (13)."""
+    del stage
+    made: list[remap.Buffer] = []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        for _ in range(20):
+            start.wait(30)
+            with remap.group("of several threads"):
+                made.extend([remap.allocate(0) for _ in range(25)])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert len(made) == 2000
+    assert set(remap.groups()["of several threads"].buffers) == set(made)
+    while made:
+        made.pop().close()
+    assert "of several threads" not in remap.groups()

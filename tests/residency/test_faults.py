@@ -167,12 +167,22 @@ def test_any_call_may_fail(stage: Stage, move: Move, tmp_path: Path) -> None:
 
 
 def test_unmapping_that_fails_in_the_middle(stage: Stage) -> None:
-    """Once the first memory has gone, all end paused with their backups; the rest is unmapped when they wake (5)."""
+    """Once the first memory has gone, all end paused with their backups; the rest is unmapped when they wake (5).
+
+    What a listener raises then is a note: the failure comes first.
+    """
+
+    def fail(buffer: remap.Buffer) -> None:
+        if buffer.paused:
+            raise ZeroDivisionError("of a listener")
+
     with filled(SIZE, SIZE, SIZE) as buffers:
+        buffers[1].on_change(fail)
         stage.faulty.fail("unmap", nth=2)
         with pytest.raises(remap.DriverError, match="cuMemUnmap") as caught:
             remap.pause(buffers)
         assert "3 buffers paused all the same" in caught.value.__notes__[0]
+        assert caught.value.__notes__[-1] == "and then: of a listener"
         assert all(one.paused for one in buffers)
         assert all(np.array_equal(remap.backup(one), contents(seed)) for seed, one in enumerate(buffers))
         remap.resume(buffers)

@@ -105,6 +105,39 @@ def test_ready_memory_makes_room(pool: HostPool) -> None:
             remap.resume(larger)
 
 
+@pytest.mark.parametrize("limit", [5 * SLAB, 7 * SLAB])
+def test_as_much_ready_memory_goes_as_must(pool: HostPool, limit: int) -> None:
+    """What was kept at low addresses makes room as well, and no more of it than is needed: the limit holds (9)."""
+    remap.host_pool(limit=limit)
+    with filled(SLAB, SLAB, SLAB, SLAB) as buffers, remap.allocate(4 * SLAB, resident=0) as larger:
+        remap.pause(buffers)
+        remap.resume(buffers[:3], keep_host=True)
+        for buffer in buffers[:3]:
+            buffer.close()
+        figures = pool.statistics()
+        assert (figures.held, figures.used, figures.ready) == (4 * SLAB, SLAB, 3 * SLAB)
+        remap.pause(larger)  # too long for the gap that they left
+        figures = pool.statistics()
+        assert (figures.held, figures.used) == (limit, 5 * SLAB)
+
+
+@pytest.mark.parametrize("when", ["kept", "used"])
+def test_a_lower_limit(pool: HostPool, when: str) -> None:
+    """A limit below what is held gives back what no backup uses, kept or not, and the rest as soon as it is free."""
+    with filled(SLAB, SLAB, SLAB) as buffers:
+        remap.pause(buffers)
+        if when == "used":
+            remap.host_pool(limit=SLAB)
+            assert pool.statistics().held == 3 * SLAB
+        remap.resume(buffers, keep_host=True)
+        if when == "kept":
+            assert pool.statistics().held == 3 * SLAB
+            remap.host_pool(limit=SLAB)
+        figures = pool.statistics()
+        assert (figures.held, figures.ready) == (SLAB, SLAB)
+        assert holds(buffers)
+
+
 def test_a_machine_without_so_much(pool: HostPool) -> None:
     """More than the machine has is refused before any of it is touched."""
     with pytest.raises(remap.OutOfMemoryError, match="the machine has"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import remap
-from remap import MiB, lifetime
+from remap import MiB, lifetime, residency
 from remap.drivers.wrappers import Call
 from remap.errors import CudaResult
 from remap.testing.bench import wait_until
@@ -87,6 +87,27 @@ def test_addresses_that_others_know(stage: Stage, known: str) -> None:
             calls = tuple(stage.since(mark))
         assert made_by(calls, {"map"}, here=True) == ["map"] * 2
         assert mapped == ([] if known == "address" else [0, 1])
+        assert holds(buffers)
+
+
+def test_a_listener_that_fails(stage: Stage) -> None:
+    """What it raises is raised when everything has arrived: nothing is under way that nobody could wait for (6)."""
+    del stage
+    with filled(*[SIZE] * 3) as buffers:
+        told: list[int] = []
+
+        def fail(_: remap.Buffer) -> None:
+            raise ZeroDivisionError
+
+        buffers[0].on_change(fail)
+        buffers[2].on_change(lambda one: told.append(one.generation))
+        with pytest.raises(ZeroDivisionError):
+            remap.pause(buffers)
+        with pytest.raises(ZeroDivisionError):
+            remap.resume(buffers, events=True)
+        assert told == [1, 2]
+        assert not lifetime.live(residency.Waking)
+        assert [one._arriving for one in buffers] == [None] * 3
         assert holds(buffers)
 
 

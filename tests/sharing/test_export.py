@@ -587,10 +587,18 @@ def test_an_import_is_handed_on_twice(stage: Stage, nothing_left: None) -> None:
 
 
 def test_what_forks_share_is_not_exported(stage: Stage) -> None:
-    """An importer would go on using it when a fork has it alone and writes; without forks it can be exported (12)."""
+    """An importer would go on using it when a fork has it alone and writes; without forks it can be exported (12).
+
+    What was exported is not forked then, for the same reason.
+    """
     del stage
     with remap.ElasticBuffer("16MiB", device=0, chunk="2MiB", shareable="posix_fd") as buffer:
         buffer.resize("4MiB")
         with buffer.fork(), pytest.raises(remap.InUseError, match="make_private"):
             remap.export(buffer)
         remap.export(buffer).close()
+        with pytest.raises(remap.InUseError, match="into another buffer") as caught:
+            buffer.fork()
+        assert "detach" not in str(caught.value), "fork takes no such word"
+        with pytest.raises(remap.InUseError, match="detach=True"):
+            buffer.resize(0)

@@ -8,6 +8,7 @@ unmapping, and nothing can be released twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from remap import drivers
@@ -16,7 +17,7 @@ from remap.buffers.registrations import Registration
 from remap.errors import InUseError, OutOfMemoryError, PausedError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.launches import launches
-from remap.lifetime import Description, Release, Rollback, drain, queued, undo
+from remap.lifetime import Description, Release, Rollback, call_all, drain, queued, undo
 from remap.locations import LocationLike
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
@@ -84,7 +85,8 @@ class Buffer(Span):
         """Call `listener(buffer)` after each change of what stands behind the address.
 
         For those who registered the memory with another library (NCCL, RDMA) and must register it again. It is
-        called by the thread that made the change, when the change is complete; `generation` has grown then.
+        called by the thread that made the change, when the change is complete; `generation` has grown then. What it
+        raises comes out of the call that made the change, when all have been told.
         """
         self._check()
         self._listeners = (*self._listeners, listener)
@@ -192,8 +194,7 @@ class Buffer(Span):
         """Count a change of what stands behind the address, and tell those who asked; call without the lock."""
         self.generation += 1
         launches.renew()
-        for listener in self._listeners:
-            listener(self)
+        call_all(partial(listener, self) for listener in self._listeners)
 
     # -- what it holds, and its end --
 

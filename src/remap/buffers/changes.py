@@ -70,8 +70,11 @@ class ChangingBuffer(Buffer):
                 self._changing = ""
 
     @contextmanager
-    def _excluding(self, doing: str, *, detach: bool = False) -> Generator[None]:
-        """Exclude uses, and arrays of other libraries, for a part of a change that takes memory or rights away."""
+    def _excluding(self, doing: str, *, detach: bool | None = None) -> Generator[None]:
+        """Exclude uses, and arrays of other libraries, for a part of a change that takes memory or rights away.
+
+        `detach` lets other processes keep what they hold of it; None where who asks for the change has no such choice.
+        """
         asked = f"{self.kind} {self.serial} to be {doing}"
         begun = False
         try:
@@ -89,7 +92,9 @@ class ChangingBuffer(Buffer):
                     raise InUseError(
                         asked,
                         rule="other processes hold its memory, and would go on using it",
-                        next_step="Pass detach=True if they may",
+                        next_step="Copy what is needed into another buffer, which they do not hold"
+                        if detach is None
+                        else "Pass detach=True if they may",
                     )
                 self._taken, begun = doing, True
             try:

@@ -26,7 +26,8 @@ class ForkingBuffer(GrowingBuffer):
         All chunks become read-only in both, for everybody; what either commits later is its own. Before writing to
         shared bytes, call `make_private` for them. The fork is in the groups that this buffer is in, since those that
         share memory sleep and move together. Waits for the work that may still write. Raises `InUseError` while
-        something uses the buffer or views it, `OutOfAddressSpaceError`. After a failure everything is as it was.
+        something uses the buffer or views it, and where other processes hold its memory, and `OutOfAddressSpaceError`.
+        After a failure everything is as it was.
         Source: cuMemRetainAllocationHandle, cuMemMap.
         """
         with self._change("forked"):

@@ -23,7 +23,7 @@ from remap.lifetime import end_block, undo
 from remap.residency import Moved, Waking, groups, pause
 from remap.residency import backup as backup_of
 from remap.residency.results import Progress
-from remap.residency.resuming import put_back
+from remap.residency.resuming import put_back, tell
 from remap.residency.stores import Keep, asleep
 from remap.residency.tags import known as known_group
 from remap.residency.targets import announce
@@ -92,7 +92,7 @@ def wake(
     With `exchange`, all its ranks call this together with the same tags, and wake together or not at all: a rank that
     was not short of memory sleeps again. Host memory of the backups is kept then, as with `keep_host=True`, so that
     going back to sleep asks for none. Listeners (`on_change`) are called when every rank is awake; what one of them
-    raises is raised here, with everything awake.
+    raises is raised here, with everything awake and, with `events=True`, arrived.
 
     Raises what `remap.resume` raises, `InvalidValueError` for something in `order` of which nothing lies in these
     pools, `InUseError` while a thread is inside of a pool or the current stream is being captured, and `ShareError`
@@ -112,9 +112,8 @@ def wake(
         moved, changed = put_back(buffers, events=events, settle=memory().reap, **options)
         for pool in chosen:
             pool._note_wake()
-    woken = Arriving(moved) if isinstance(moved, Waking) else moved
-    announce(changed)
-    return woken
+    tell(moved, changed)
+    return Arriving(moved) if isinstance(moved, Waking) else moved
 
 
 @contextmanager

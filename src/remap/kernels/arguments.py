@@ -11,7 +11,7 @@ from remap.arrays import DeviceArray
 from remap.errors import InvalidValueError, LaunchError
 from remap.foreign import as_array
 from remap.kernels.index import DisjointSlice, Slice, _Annotated
-from remap.kernels.ir import WIDEST, Array, Record, Scalar, Type, is_numpy, storable
+from remap.kernels.ir import Array, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.reading import Source, scalar_of, type_of_value
 from remap.kernels.structures import check_layout, structure_of
 from remap.sizes import counted
@@ -47,22 +47,6 @@ def key_of(value: Any) -> object:
 
 
 _type: Any = type
-
-
-def check_width(asked: str, name: str, space: str, width: int, shape: tuple[int, ...]) -> None:
-    """Raise `LaunchError` where an array cannot be written with a two-dimensional index of that width."""
-    if width > WIDEST:
-        raise LaunchError(
-            f"{asked}, argument {name!r}",
-            rule=f"it is written with {space}, which is {width} wide, and an index is at most 2**36 wide",
-            next_step="Pass the number of columns: several threads would get one element otherwise",
-        )
-    if len(shape) == 2 and shape[1] != width:
-        raise LaunchError(
-            f"{asked}, argument {name!r} of shape {shape}",
-            rule=f"it is written with {space}, which is {width} wide, and the array has rows of {shape[1]}",
-            next_step="Make the two equal: an element would not belong to one thread otherwise",
-        )
 
 
 def is_array(value: Any) -> bool:

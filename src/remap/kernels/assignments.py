@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -228,22 +229,7 @@ class Assignments(Bindings):
         what = ast.unparse(call)
         if self.depth or not self.is_kernel:
             raise self.error(node, what, "shared memory is declared in the kernel, outside of any if or loop")
-        options = {one.arg: one.value for one in call.keywords}
-        positional = ["shape", "dtype"] if kind == "shared_array" else ["dtype"]
-        given: dict[str | None, ast.expr] = dict(zip(positional, call.args, strict=False))
-        given.update(options)
-        allowed = (
-            {"shape", "dtype", "align"} if kind == "shared_array" else {"dtype", "offset", "length", "align"}
-        )
-        step = f"Write remap.{kind}({', '.join(positional)})"
-        missing = [one for one in positional if one not in given]
-        if missing:
-            raise self.error(
-                node, what, f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing", step
-            )
-        if len(call.args) > len(positional) or not {*given} <= allowed:
-            further = ", ".join(f"{one}=" for one in sorted(allowed - {*positional}))
-            raise self.error(node, what, f"beside {' and '.join(positional)} it takes {further}", step)
+        given = self.declared(node, what, kind, call)
         try:
             dtype = np.dtype(self.constant(given["dtype"], "dtype"))
         except TypeError:
@@ -253,46 +239,76 @@ class Assignments(Bindings):
                 node, what, f"shared memory holds booleans, integers, float32 and float64, and not {dtype}"
             )
         align = self.constant(given["align"], "align") if "align" in given else 0
-        if not _is_whole(align) or align < 0 or align & (align - 1) or align > 1024:
+        if not ir.is_whole(align) or align < 0 or align & (align - 1) or align > 1024:
             raise self.error(node, what, f"align={align} is no power of two up to 1024")
-        place = f"s_{name}"
-        if kind == "shared_array":
-            told = self.constant(given["shape"], "shape")
-            shape: tuple[Any, ...] = told if ir.is_numpy(told, tuple) else (told,)
-            if not 1 <= len(shape) <= 3 or not all(_is_whole(one) and one > 0 for one in shape):
-                raise self.error(node, what, "a shape is one to three whole numbers above 0")
-            align = max(align, dtype.itemsize)
-            size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-            self.shared.static_shared = -(-self.shared.static_shared // align) * align + size
-            if self.shared.static_shared > _SHARED_LIMIT:
-                total = self.shared.static_shared
-                rule = f"static shared memory has at most {_SHARED_LIMIT} bytes, and this makes {total}"
-                raise self.error(
-                    node, what, rule, "Use dynamic_shared and launch(shared=…), which go further"
-                )
-            self.out.append(ir.Shared(node.lineno, place, dtype, shape, align))
-            array = Array("shared", dtype, len(shape))
-        else:
-            offset = self.constant(given["offset"], "offset") if "offset" in given else 0
-            length = self.constant(given["length"], "length") if "length" in given else None
-            if not _is_whole(offset) or offset < 0 or offset % dtype.itemsize:
-                raise self.error(
-                    node, what, f"an offset is a multiple of {dtype.itemsize} bytes, the size of an element"
-                )
-            if length is not None and (not _is_whole(length) or length <= 0):
-                raise self.error(node, what, "a length is a whole number above 0")
-            align = max(align, 16)
-            self.shared.dynamic_align = max(self.shared.dynamic_align, align)
-            least = offset + (length or 1) * dtype.itemsize
-            self.shared.dynamic_least = max(self.shared.dynamic_least, least)
-            self.out.append(ir.DynamicShared(node.lineno, place, dtype, offset, length, align))
-            array = Array("shared", dtype, 1)
-        self.alias(node, name, ir.Var(array, node.lineno, place))
+        declare = self.declare_static if kind == "shared_array" else self.declare_dynamic
+        array = declare(node, what, f"s_{name}", dtype, align, given)
+        self.alias(node, name, ir.Var(array, node.lineno, f"s_{name}"))
 
+    def declared(self, node: ast.Assign, what: str, kind: str, call: ast.Call) -> dict[str | None, ast.expr]:
+        """Return what a shared array is declared with, by name."""
+        static = kind == "shared_array"
+        positional = ["shape", "dtype"] if static else ["dtype"]
+        allowed = {"shape", "dtype", "align"} if static else {"dtype", "offset", "length", "align"}
+        given: dict[str | None, ast.expr] = dict(zip(positional, call.args, strict=False))
+        given.update({one.arg: one.value for one in call.keywords})
+        step = f"Write remap.{kind}({', '.join(positional)})"
+        missing = [one for one in positional if one not in given]
+        if missing:
+            are = "are" if len(missing) > 1 else "is"
+            raise self.error(node, what, f"{' and '.join(missing)} {are} missing", step)
+        if len(call.args) > len(positional) or not {*given} <= allowed:
+            further = ", ".join(f"{one}=" for one in sorted(allowed - {*positional}))
+            raise self.error(node, what, f"beside {' and '.join(positional)} it takes {further}", step)
+        return given
 
-def _is_whole(value: Any) -> bool:
-    """Tell whether a constant is a whole number; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    def declare_static(
+        self,
+        node: ast.Assign,
+        what: str,
+        place: str,
+        dtype: np.dtype[Any],
+        align: int,
+        given: Mapping[str | None, ast.expr],
+    ) -> Array:
+        """Return the type of an array whose size the source says."""
+        told = self.constant(given["shape"], "shape")
+        shape: tuple[Any, ...] = told if ir.is_numpy(told, tuple) else (told,)
+        if not 1 <= len(shape) <= 3 or not all(ir.is_whole(one) and one > 0 for one in shape):
+            raise self.error(node, what, "a shape is one to three whole numbers above 0")
+        align = max(align, dtype.itemsize)
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        total = self.shared.static_shared = -(-self.shared.static_shared // align) * align + size
+        if total > _SHARED_LIMIT:
+            rule = f"static shared memory has at most {_SHARED_LIMIT} bytes, and this makes {total}"
+            raise self.error(node, what, rule, "Use dynamic_shared and launch(shared=…), which go further")
+        self.out.append(ir.Shared(node.lineno, place, dtype, shape, align))
+        return Array("shared", dtype, len(shape))
+
+    def declare_dynamic(
+        self,
+        node: ast.Assign,
+        what: str,
+        place: str,
+        dtype: np.dtype[Any],
+        align: int,
+        given: Mapping[str | None, ast.expr],
+    ) -> Array:
+        """Return the type of an array that lies in what each launch gives."""
+        offset = self.constant(given["offset"], "offset") if "offset" in given else 0
+        length = self.constant(given["length"], "length") if "length" in given else None
+        if not ir.is_whole(offset) or offset < 0 or offset % dtype.itemsize:
+            raise self.error(
+                node, what, f"an offset is a multiple of {dtype.itemsize} bytes, the size of an element"
+            )
+        if length is not None and (not ir.is_whole(length) or length <= 0):
+            raise self.error(node, what, "a length is a whole number above 0")
+        align = max(align, 16)
+        self.shared.dynamic_align = max(self.shared.dynamic_align, align)
+        least = offset + (length or 1) * dtype.itemsize
+        self.shared.dynamic_least = max(self.shared.dynamic_least, least)
+        self.out.append(ir.DynamicShared(node.lineno, place, dtype, offset, length, align))
+        return Array("shared", dtype, 1)
 
 
 def node_of(node: ast.AugAssign, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:

@@ -257,7 +257,7 @@ class Calls(Elements):
         self.shared.kinds.add("2d")
         if set(options) == {"stride"} and not node.args:
             stride = self.constant(options["stride"], "stride")
-            if not isinstance(stride, int) or not 0 < stride < 1 << 31:
+            if not ir.is_whole(stride) or not 0 < stride < 1 << 31:
                 raise self.error(node, what, "a stride is a whole number from 1 to 2**31 - 1")
             return ir.MakeIndex(ir.Witness(Space("2d", stride=stride)), node.lineno)
         if len(node.args) + len(options) != 1 or not set(options) <= {"width"}:

@@ -128,9 +128,9 @@ class Elements(Expressions):
     def whole_constant(self, node: ast.expr, what: str) -> int:
         """Return the value of an expression that is a whole number, known when the kernel is compiled."""
         found = self.constant(node, what)
-        if not isinstance(found, int):
+        if not ir.is_whole(found):
             raise self.error(node, f"{what}: {ast.unparse(node)}", "arithmetic needs whole numbers here")
-        return found
+        return int(found)
 
 
 _OPERATOR: Any = operator  # whose functions take anything and tell nothing

@@ -391,6 +391,11 @@ def is_numpy(value: Any, kind: Any = np.generic) -> bool:
     return isinstance(value, kind)
 
 
+def is_whole(value: Any) -> bool:
+    """Tell whether a constant is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def promote(one: Scalar, other: Scalar) -> Scalar:
     """Return the type that both become (NEP 50)."""
     if one.weak and other.weak:

@@ -48,27 +48,31 @@ def physical(span: Span) -> Physical:
     known: Physical | None = span.__dict__.get("_physical")
     if known is not None and known.version == version:
         return known
-    driver, pieces = span._driver, list[Piece]()
+    driver, pieces, answered = span._driver, list[Piece](), True
     places = span.accessing
     # Not every question can be asked without a context.
     with places[0].current() if places else nullcontext():
         for start, size in span._ranges():
             at = start
             while at < start + size:
-                piece = _piece(driver, at, start + size)
+                piece = _piece(driver, at)
+                if piece is None:
+                    piece, answered = Piece(at, start + size - at, ("address", at)), False
                 pieces.append(piece)
                 at = piece.address + piece.size
     identities = frozenset(piece.identity for piece in pieces)
     found = Physical(version, identities, tuple(pieces), len(identities) < len(pieces))
-    span.__dict__["_physical"] = found
+    if answered:  # what no device may touch yet may be given rights, which counts as no change
+        span.__dict__["_physical"] = found
     return found
 
 
-def _piece(driver: Any, at: int, end: int) -> Piece:
+def _piece(driver: Any, at: int) -> Piece | None:
+    """Return the mapping at an address; None where no device may touch it, and the driver does not tell."""
     try:
         found = driver.address_range(at)
-    except DriverError:  # no device may touch it
-        return Piece(at, end - at, ("address", at))
+    except DriverError:
+        return None
     try:
         handle = driver.retain(found.base)
     except DriverError:  # plain memory: nothing else is mapped to it

@@ -11,7 +11,7 @@ import numpy as np
 from remap.errors import AccessError, LaunchError
 from remap.kernels import ir
 from remap.kernels.again import Packed, Repeatable
-from remap.kernels.arguments import View, check_width, view_of
+from remap.kernels.arguments import View, view_of
 from remap.kernels.cpp import Writer, captured_layout, is_empty
 from remap.kernels.host import HostWriter
 from remap.kernels.ir import Array, Record, Scalar, Type
@@ -21,7 +21,7 @@ from remap.kernels.params import Arguments
 from remap.kernels.reading import MISSING, Reference, Source, is_same, reader, type_of_value
 from remap.kernels.run import HostRun, Parts
 from remap.kernels.structures import alignment, as_record, describe_layout, misfit
-from remap.kernels.widths import is_argument, widths_of
+from remap.kernels.widths import check_width, is_argument, widths_of
 from remap.locations import Device
 from remap.ranges import Range
 from remap.spans import Span

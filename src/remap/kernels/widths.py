@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from remap.errors import LaunchError
 from remap.kernels import ir
 from remap.kernels.arguments import View
 from remap.kernels.reading import Reference, Source
 from remap.types import Dim3, LaunchConfig
 
-Width: TypeAlias = Callable[[tuple[Any, ...], dict[int, View], LaunchConfig], int]
-"""What a width is, from the arguments of a launch, the arrays among them, and the configuration."""
-
 
 def widths_of(kernel: ir.Kernel, source: Source) -> list[tuple[int, partial[int]]]:
-    """Return, for each array that is written with a two-dimensional index, what its width has to be."""
+    """Return, for each array that is written with a two-dimensional index, what its width has to be.
+
+    That is asked with the arguments of a launch, the arrays among them, and the configuration.
+    """
     found: list[tuple[int, partial[int]]] = []
     names = [name for name, _ in kernel.parameters]
     for name, space in kernel.spaces.items():
@@ -28,6 +29,22 @@ def widths_of(kernel: ir.Kernel, source: Source) -> list[tuple[int, partial[int]
         elif space.kind == "width":
             found.append((names.index(name), _width(space.width, names, kernel, source)))
     return found
+
+
+def check_width(asked: str, name: str, space: str, width: int, shape: tuple[int, ...]) -> None:
+    """Raise `LaunchError` where an array cannot be written with a two-dimensional index of that width."""
+    if width > ir.WIDEST:
+        raise LaunchError(
+            f"{asked}, argument {name!r}",
+            rule=f"it is written with {space}, which is {width} wide, and an index is at most 2**36 wide",
+            next_step="Pass the number of columns: several threads would get one element otherwise",
+        )
+    if len(shape) == 2 and shape[1] != width:
+        raise LaunchError(
+            f"{asked}, argument {name!r} of shape {shape}",
+            rule=f"it is written with {space}, which is {width} wide, and the array has rows of {shape[1]}",
+            next_step="Make the two equal: an element would not belong to one thread otherwise",
+        )
 
 
 def is_argument(width: partial[int]) -> bool:

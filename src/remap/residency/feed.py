@@ -1,148 +1,21 @@
-"""Portions of a resume, and what is left of them when an ordered one returns: a thread maps and fills that in order."""
+"""What is left of an ordered resume when it returns: a thread maps and fills that, in order."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from remap.buffers.base import POISON, Buffer
-from remap.buffers.changes import shares_of
+from remap.buffers.base import Buffer
 from remap.errors import PausedError, RemapError
-from remap.handles import create_handle
 from remap.lifetime import Release, Rollback, Step
-from remap.locations import Device, in_context
-from remap.ranges import Chunk
-from remap.residency.flow import Flow, actor, near
-from remap.residency.stores import Asleep, FileJobs
+from remap.residency.flow import Flow
+from remap.residency.portions import Portion
 from remap.sizes import counted
-
-
-class Portion:
-    """A few chunks of one buffer, which are mapped in one go, and what is copied into them.
-
-    `events` has one for each chunk, to be recorded behind its copy, or is empty. Once it is `done`, the chunks are
-    mapped and their copies queued; `gone` says that the buffer was closed before that.
-    """
-
-    __slots__ = ("_handles", "backup", "buffer", "chunks", "done", "events", "gone", "offset")
-
-    _full = False  # whether it is filled with other rights than it has in the end
-
-    def __init__(self, buffer: Buffer, backup: Asleep, chunks: Sequence[Chunk], offset: int) -> None:
-        self.buffer = buffer
-        self.backup = backup
-        self.chunks = chunks
-        self.offset = offset
-        self.events: list[int] = []
-        self.done = self.gone = False
-        self._handles: list[int] = []
-
-    @property
-    def needed_at_once(self) -> bool:
-        """Whether it has to be there when the call returns.
-
-        Somebody outside knows the address, and nothing would keep them from it; or it is brought by other means.
-        """
-        buffer = self.buffer
-        if shares_of(buffer):  # forks have it mapped as well, once it is there
-            return True
-        known = buffer._listeners or (buffer._known_uses is not None and buffer._known_uses.escaped)
-        return bool(known) or self.backup.file is not None or None in map(self._actor, self.chunks)
-
-    def copier(self, chunk: Chunk) -> Device:
-        """Return the device that copies a chunk in."""
-        return self._actor(chunk) or near(chunk.location)
-
-    def create(self, driver: Any) -> None:
-        """Create the memory, which is what may be short: it raises `OutOfMemoryError` then."""
-        with driver.lock:
-            for chunk in self.chunks:
-                properties = self.buffer.properties.at(chunk.location)
-                self._handles.append(create_handle(driver, chunk.size, properties))
-
-    def bring(self, driver: Any, flow: Flow, jobs: FileJobs | None, rollback: Rollback, poison: bool) -> None:
-        """Map the memory and queue the copies into it; whoever undoes that waits for the copies first."""
-        backup, offset = self.backup, self.offset
-        with driver.lock:
-            self.buffer._map_chunks(self.chunks, self._handles, rollback, full=self._full)
-        rollback.undo(flow.wait)
-        for index, chunk in enumerate(self.chunks if backup.keep is not None or poison else ()):
-            at, target = flow.reach(self.buffer, chunk, writes=True)
-            if backup.file is not None:
-                assert jobs is not None
-                jobs.add(at, target, backup.file, offset, chunk.size)
-            else:
-                if backup.extent is not None:
-                    lane = flow.into(at, target, chunk.size, backup.extent, offset)
-                else:
-                    lane = flow.fill(at, target, chunk.size, POISON)
-                if self.events:
-                    in_context(at, driver.record_event, self.events[index], lane)
-            offset += chunk.size
-
-    def release(self, driver: Any) -> None:
-        """Release the handles: what is mapped keeps its memory, and the rest goes."""
-        release = Release(1, [(driver.release, (handle,)) for handle in self._handles])
-        handles, self._handles = self._handles, []
-        try:
-            release.run()
-        except BaseException:
-            if not release.begun:  # an interrupt
-                self._handles = handles
-            raise
-
-    def touches(self, part: tuple[int, int] | None) -> bool:
-        """Tell whether a part, (offset, size), of the buffer lies in it; None is the whole."""
-        if part is None:
-            return True
-        start, last = self.chunks[0].address - self.buffer._address, self.chunks[-1]
-        return start < part[0] + part[1] and part[0] < last.address + last.size - self.buffer._address
-
-    def _actor(self, chunk: Chunk) -> Device | None:
-        return actor(self.buffer, chunk.location, writes=True)
-
-
-class Carried(Portion):
-    """A few chunks that forks share, brought by the first of them: filled with its own rights, then lowered."""
-
-    __slots__ = ()
-
-    _full = True
-
-    def lower(self, driver: Any) -> None:
-        """Let nobody write any more; the copies have ended."""
-        for run in self.buffer._granted_runs(self.chunks):
-            driver.set_access(*run)
-
-
-class Borrowed(Portion):
-    """A few chunks of one buffer that another one of the same resume carries, whose memory is mapped here as well.
-
-    `origins` are the addresses where that one has them.
-    """
-
-    __slots__ = ("_origins",)
-
-    def __init__(
-        self, buffer: Buffer, backup: Asleep, chunks: Sequence[Chunk], origins: Sequence[int]
-    ) -> None:
-        super().__init__(buffer, backup, chunks, 0)
-        self._origins = origins
-
-    def create(self, driver: Any) -> None:
-        """Do nothing: the other one creates the memory."""
-
-    def bring(self, driver: Any, flow: Flow, jobs: FileJobs | None, rollback: Rollback, poison: bool) -> None:
-        """Map the memory here as well; the other one was brought before, and its contents are on their way."""
-        with driver.lock:
-            for origin in self._origins:
-                self._handles.append(driver.retain(origin))
-            self.buffer._map_chunks(self.chunks, self._handles, rollback)
 
 
 class Worker:

@@ -217,7 +217,7 @@ class HostPool:
         if limit is not None and self._held + more > limit:
             busy = sum(SLAB for a in self._arenas.values() for slab in a.slabs if slab.users and slab.held)
             if busy + more <= limit:
-                self._release([s for s in self._free() if s.held][-(-(self._held + more - limit) // SLAB) :])
+                self._keep_to(limit - more, kept=True)
                 return
             rule = f"the pool's limit is {format_size(limit)}, of which {format_size(busy)} are in use"
         elif more > (left := pages.available()):
@@ -230,6 +230,17 @@ class HostPool:
                 rule=rule,
                 next_step='Raise the limit with remap.host_pool(limit=), or pause with keep="disk" or keep=None',
             )
+
+    def _keep_to(self, most: int, *, kept: bool) -> int:
+        """Give back what is free, and `kept` too, until `most` bytes are held, the highest addresses first.
+
+        Returns how many slabs that are; what is in use stays.
+        """
+        beyond = -(-(self._held - most) // SLAB)
+        free = [slab for slab in self._free() if slab.held and (kept or not slab.kept)]
+        going = free[-beyond:] if beyond > 0 else []
+        self._release(going)
+        return len(going)
 
     def _commit(self, arena: Arena, slabs: list[Slab], large: Callable[[], bool]) -> None:
         """Get slabs ready in the background; if no thread can be had, or an interrupt comes, they are not held.
@@ -262,20 +273,14 @@ class HostPool:
             raise
 
     def _shed(self) -> int:
-        """Give back what is free, not kept, and beyond what is to be prepared: the highest addresses first.
-
-        Returns how many slabs that are.
-        """
+        """Give back what is free and beyond the limit, or neither kept nor prepared; return how many slabs."""
         if self._closed:
             return 0
         for slab in self._free():
             if slab.job is not None and slab.job is slab.dropping and slab.job.cancelled:
                 self._regain(slab)  # an interrupt came into taking it again
-        free = [slab for slab in self._free() if slab.held and not slab.kept]
-        spare = max(self._held - round_up(self._prepared, SLAB), 0) // SLAB
-        going = free[-spare:] if spare else []
-        self._release(going)
-        return len(going)
+        gone = self._keep_to(round_up(self._prepared, SLAB), kept=False)
+        return gone if self._limit is None else gone + self._keep_to(self._limit, kept=True)
 
     def _release(self, slabs: list[Slab]) -> None:
         """Give slabs back in the background; if no thread can be had, or an interrupt comes, they stay."""
@@ -357,12 +362,7 @@ class _Pools:
 
     def __init__(self) -> None:
         self.pool: HostPool | None = None
-        self.epoch = 0
         self.lock = threading.Lock()
-
-    def of_this_process(self) -> HostPool | None:
-        """Return it; the caller holds the lock."""
-        return self.pool if self.epoch == lifetime.epoch() else None
 
 
 _pools = _Pools()
@@ -371,7 +371,7 @@ _pools = _Pools()
 def current_pool(driver: Any) -> HostPool:
     """Return the pool for a driver, a new one where there is none; raises `InUseError` if the driver was left."""
     with _pools.lock:
-        pool = _pools.of_this_process()
+        pool = _pools.pool
         if pool is not None and pool._driver is driver and not pool._closed:
             return pool
         limit = None
@@ -380,7 +380,6 @@ def current_pool(driver: Any) -> HostPool:
             pool.close()
             limit = pool.limit if pool._driver is driver else None
         pool = _pools.pool = HostPool(driver, limit)
-        _pools.epoch = lifetime.epoch()
         # Only now: who leaves a driver says so first, and closes then what pool there is.
         if id(driver) in lifetime.left:
             _pools.pool = None
@@ -392,10 +391,10 @@ def current_pool(driver: Any) -> HostPool:
 def host_pool(*, limit: Size | None = None, prepare: Size | None = None) -> HostPool:
     """Return the pool of host memory of this process, after setting what is given.
 
-    `limit` bounds the bytes it may hold. `prepare` bytes are got ready in the background, near the fastest device
-    (touched by several threads, in large pages where the system has them, and page-locked), and kept from then on:
-    pauses that fit into them run at the speed of the link from the first one on. `prepare=0` ends that. Raises
-    `OutOfMemoryError` where the machine cannot give so much.
+    `limit` bounds the bytes it may hold: what is free beyond it goes back, kept or not. `prepare` bytes are got ready
+    in the background, near the fastest device (touched by several threads, in large pages where the system has them,
+    and page-locked), and kept from then on: pauses that fit into them run at the speed of the link from the first one
+    on. `prepare=0` ends that. Raises `OutOfMemoryError` where the machine cannot give so much.
     """
     pool = current_pool(drivers.current())
     if limit is not None or prepare is not None:
@@ -406,14 +405,14 @@ def host_pool(*, limit: Size | None = None, prepare: Size | None = None) -> Host
 def _leave(_: Any) -> None:
     """Give the pool back before its driver goes; nothing can use it then."""
     with _pools.lock:
-        pool = _pools.of_this_process()
+        pool = _pools.pool
         if pool is not None:
             pool.close()
             _pools.pool = None
 
 
 def _renew() -> None:
-    _pools.lock = threading.Lock()
+    _pools.pool, _pools.lock = None, threading.Lock()
 
 
 in_child(_renew)

@@ -102,9 +102,7 @@ def pause(
         with Rollback() as rollback:
             _save(driver, plans, by, backups, rollback, progress, keep_host, backup_directory(directory))
             failure = _release(driver, backups)
-    announce(plans)
-    if failure is not None:
-        raise failure
+    announce(plans, failure)
     after_it = free_memory_now(before)
     figures = pool.statistics()
     return Moved(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from remap import drivers
 from remap.buffers.base import Buffer
-from remap.buffers.changes import shares_of
-from remap.buffers.shares import Share
 from remap.ends import End
 from remap.errors import ClosedError, InvalidValueError, OutOfMemoryError
-from remap.lifetime import Rollback, drain, undo
-from remap.locations import in_context
-from remap.ranges import Chunk
+from remap.lifetime import Rollback, drain, end_block, undo
 from remap.residency.families import carried, carriers, forget_sole
-from remap.residency.feed import Borrowed, Carried, Portion, Worker
+from remap.residency.feed import Worker
 from remap.residency.flow import Flow
 from remap.residency.hostpool import current_pool
+from remap.residency.portions import Carried, Portion, at_first, cut
 from remap.residency.results import Moved, Progress
 from remap.residency.stores import Asleep, FileJobs, Keep, asleep, drop_all
 from remap.residency.targets import (
@@ -32,11 +29,8 @@ from remap.residency.targets import (
     named,
 )
 from remap.residency.waking import Arrival, Waking
-from remap.sizes import MiB, counted, format_size
+from remap.sizes import counted, format_size
 from remap.types import Location, MemoryInfo
-
-_AT_ONCE = 64 * MiB
-"""How much is mapped before its copies are queued: creating and mapping the next goes on beside them."""
 
 _LONGEST_WAIT = 0.05
 
@@ -99,6 +93,9 @@ def resume(
     each use through remap waits for the chunks it touches, `Waking.events` has an event for each chunk, and closing it
     waits for the rest. Buffers whose addresses were given away are mapped before it returns, and what is read from a
     file has arrived.
+
+    What a listener (`on_change`) raises is raised when all have been told: everything is awake then, and with
+    `events=True` it has arrived.
     """
     asked = named(buffers, "resumed")
     for buffer in asked:
@@ -112,8 +109,21 @@ def resume(
         progress=progress,
         poison=poison,
     )
-    announce(changed)
+    tell(woken, changed)
     return woken
+
+
+def tell(woken: Moved | Waking, changed: Iterable[Buffer]) -> None:
+    """Tell the listeners of buffers that have woken.
+
+    If one of them raises, nobody gets what is under way, so that is waited for first.
+    """
+    try:
+        announce(changed)
+    except Exception as error:
+        if isinstance(woken, Waking):
+            end_block(error, woken.close)
+        raise
 
 
 def put_back(
@@ -156,7 +166,8 @@ def put_back(
                 asked = [buffer for buffer in plans if buffer._paused]
                 before = free_memory(asked)
                 try:
-                    waking = _wake(driver, asked, before, start, events, keep_host, progress, poison)
+                    attempt = _Attempt(driver, asked, before, start, keep_host, progress, poison)
+                    woken = attempt.in_order() if events else attempt.at_once()
                 except OutOfMemoryError as error:
                     if time.perf_counter() >= deadline:
                         raise _explained(error, asked, before) from None
@@ -169,174 +180,125 @@ def put_back(
         # Held by nobody while it waits: closing one of the buffers, for instance, must stay possible.
         _wait_for_memory(asked, deadline, pause, settle)
         pause = min(2 * pause, _LONGEST_WAIT)
-    return waking, asked
+    return woken, asked
 
 
-def _wake(
-    driver: Any,
-    buffers: list[Buffer],
-    before: Any,
-    start: float,
-    events: bool,
-    keep_host: bool,
-    progress: Progress | None,
-    poison: bool,
-) -> Moved | Waking:
-    pool = current_pool(driver)
-    backups = [asleep(buffer) for buffer in buffers]
-    forget_sole(buffers)
-    portions = _portions(buffers, backups)
-    total = sum(
-        chunk.size
-        for portion in portions
-        if portion.backup.keep and not isinstance(portion, Borrowed)
-        for chunk in portion.chunks
-    )
+class _Attempt:
+    """One attempt to wake buffers that are held: all of them, or none."""
 
-    def measure() -> Moved:
-        found = free_memory_now(before)
-        figures = pool.statistics()
-        return Moved(
-            len(buffers), total, 0, growth(before, found), found, time.perf_counter() - start,
-            figures.held + figures.leaving, figures.notes,
-        )  # fmt: skip
+    def __init__(
+        self,
+        driver: Any,
+        buffers: list[Buffer],
+        before: Mapping[Location, MemoryInfo],
+        start: float,
+        keep_host: bool,
+        progress: Progress | None,
+        poison: bool,
+    ) -> None:
+        self._driver = driver
+        self._buffers = buffers
+        self._before = before
+        self._start = start
+        self._keep_host = keep_host
+        self._progress = progress
+        self._poison = poison
+        self._pool = current_pool(driver)
+        self._backups = [asleep(buffer) for buffer in buffers]
+        forget_sole(buffers)
+        self._portions = cut(buffers, self._backups)
+        self._total = sum(portion.copied for portion in self._portions)
 
-    worker: Worker | None = None
-    waking: Waking | None = None
-    try:
-        if events:
-            worker = Worker()
+    def at_once(self) -> Moved:
+        """Bring everything, and give the backups back."""
         with Rollback() as rollback:
-            for buffer, backup in zip(buffers, backups, strict=True):
-                if backup.stale:
-                    with driver.lock:
-                        buffer._unmap_chunks()
-                        backup.stale = False
-            with Flow(driver, total, progress) as flow:
-                jobs = FileJobs(driver, pool, flow, out=False)
-                if events:
-                    for portion in portions:
-                        _prepare(driver, portion, flow, rollback, poison)
-                for portion in portions[: _at_first(portions)] if events else portions:
-                    if not events:  # beside the copies of those before it
-                        _create(driver, portion, rollback)
-                    portion.bring(driver, flow, jobs, rollback, poison)
-                    portion.release(driver)
-                    portion.done = True
-                jobs.run(keep_host)
-                carried_once = [portion for portion in portions if isinstance(portion, Carried)]
-                if carried_once or not events:
-                    flow.finish()
-                for portion in carried_once:
-                    portion.lower(driver)
-                rollback.undo(_put_to_sleep, buffers, backups)
-                with driver.lock:  # nothing can fail any more
-                    for buffer in buffers:
-                        buffer._paused = ""
-                        buffer._backup = None
-                if events:
-                    rest, end = flow.hand_over(), End(driver)
+            self._unmap_stale()
+            with Flow(self._driver, self._total, self._progress) as flow:
+                self._bring(self._created(rollback), flow, rollback, wait=True)
+                self._say_awake(rollback)
+        # Before memory goes back in the background: that would hold up what is asked of the driver.
+        moved = self.measure()
+        drop_all(self._backups, self._keep_host)
+        return moved
+
+    def in_order(self) -> Waking:
+        """Create everything, bring what has to be there at once, and let a thread bring the rest."""
+        worker: Worker | None = None
+        waking: Waking | None = None
+        try:
+            worker = Worker()
+            with Rollback() as rollback:
+                self._unmap_stale()
+                with Flow(self._driver, self._total, None) as flow:
+                    for portion in self._portions:
+                        portion.prepare(self._driver, flow, rollback, self._poison)
+                    first = self._portions[: at_first(self._portions)]
+                    self._bring(first, flow, rollback, wait=False)
+                    self._say_awake(rollback)
+                    rest, end = flow.hand_over(), End(self._driver)
                     rollback.undo(end.destroy, rest.close)
                     rollback.undo(rest.wait)
                     flow.forget()
-                    waking = Waking(driver, rest, end, portions, backups, keep_host, poison, measure)
-            if waking is not None:
+                    waking = Waking(
+                        self._driver, rest, end, self._portions, self._backups, self._keep_host, self._poison,
+                        self.measure,
+                    )  # fmt: skip
                 waking._owns = True  # from here on nothing is taken back
-        if waking is not None and worker is not None:
             waking._start(worker)
-            return waking
-    except BaseException as error:
-        if waking is not None and waking._owns:  # an interrupt: all are awake, and go on when asked to
-            waking._feed.hold_up(error)
-        elif waking is not None:
-            undo(error, waking.disown)
-        if worker is not None:
-            worker.stop()
-        raise
-    # Before memory goes back in the background: that would hold up what is asked of the driver.
-    moved = measure()
-    drop_all(backups, keep_host)
-    return moved
+        except BaseException as error:
+            if waking is not None and waking._owns:  # an interrupt: all are awake, and go on when asked to
+                waking._feed.hold_up(error)
+            elif waking is not None:
+                undo(error, waking.disown)
+            if worker is not None:
+                worker.stop()
+            raise
+        return waking
 
+    def measure(self) -> Moved:
+        """Return what is done, in the figures of this moment."""
+        found = free_memory_now(self._before)
+        figures = self._pool.statistics()
+        return Moved(
+            len(self._buffers), self._total, 0, growth(self._before, found), found, time.perf_counter() - self._start,
+            figures.held + figures.leaving, figures.notes,
+        )  # fmt: skip
 
-def _portions(buffers: Sequence[Buffer], backups: Sequence[Asleep]) -> list[Portion]:
-    """Return buffers in portions, in order. What forks share is brought by the first of them, and then borrowed."""
-    found: list[Portion] = []
-    origins: dict[Share, int] = {}
-    for buffer, backup in zip(buffers, backups, strict=True):
-        if backup.sources:
-            found += _portions_of_fork(buffer, backup, origins)
-            continue
-        offset = 0
-        for some in _slices(buffer._chunks):
-            found.append(Portion(buffer, backup, some, offset))
-            offset += sum(chunk.size for chunk in some)
-    return found
+    def _unmap_stale(self) -> None:
+        """Unmap what a pause could not."""
+        for buffer, backup in zip(self._buffers, self._backups, strict=True):
+            if backup.stale:
+                with self._driver.lock:
+                    buffer._unmap_chunks()
+                    backup.stale = False
 
+    def _created(self, rollback: Rollback) -> Iterator[Portion]:
+        """Yield the portions, each created beside the copies of those before it."""
+        for portion in self._portions:
+            portion.create(self._driver, rollback)
+            yield portion
 
-def _portions_of_fork(buffer: Buffer, backup: Asleep, origins: dict[Share, int]) -> Iterator[Portion]:
-    """Yield portions of a buffer that shares; `origins` are the addresses where what is shared is brought first."""
-    shares = shares_of(buffer)
-    some: list[Chunk] = []
-    kind: type[Portion] = Portion
-    source, start, end = backup, 0, 0
-    for chunk, (noted, offset) in zip(buffer._chunks, backup.sources, strict=True):
-        share = shares.get(chunk.address)
-        mine = share is None or origins.setdefault(share, chunk.address) == chunk.address
-        own: type[Portion] = (Portion if share is None else Carried) if mine else Borrowed
-        place = noted or backup
-        if some and ((own, place, offset) != (kind, source, end) or end - start >= _AT_ONCE):
-            yield _portion(kind, buffer, source, some, start, shares, origins)
-            some = []
-        if not some:
-            kind, source, start = own, place, offset
-        some.append(chunk)
-        end = offset + chunk.size
-    if some:
-        yield _portion(kind, buffer, source, some, start, shares, origins)
+    def _bring(self, portions: Iterable[Portion], flow: Flow, rollback: Rollback, *, wait: bool) -> None:
+        """Bring portions, `wait` for their copies, and lower the rights of what forks share behind them."""
+        driver = self._driver
+        jobs = FileJobs(driver, self._pool, flow, out=False)
+        for portion in portions:
+            portion.bring(driver, flow, jobs, rollback, self._poison)
+            portion.release(driver)
+            portion.done = True
+        jobs.run(self._keep_host)
+        carried_once = [portion for portion in self._portions if isinstance(portion, Carried)]
+        if carried_once or wait:
+            flow.finish()
+        for portion in carried_once:
+            portion.lower(driver)
 
-
-def _portion(
-    kind: type[Portion],
-    buffer: Buffer,
-    source: Asleep,
-    chunks: list[Chunk],
-    offset: int,
-    shares: Mapping[int, Share],
-    origins: Mapping[Share, int],
-) -> Portion:
-    if kind is Borrowed:
-        return Borrowed(buffer, source, chunks, [origins[shares[chunk.address]] for chunk in chunks])
-    return kind(buffer, source, chunks, offset)
-
-
-def _create(driver: Any, portion: Portion, rollback: Rollback) -> None:
-    rollback.undo(portion.release, driver)
-    portion.create(driver)
-
-
-def _prepare(driver: Any, portion: Portion, flow: Flow, rollback: Rollback, poison: bool) -> None:
-    """Take all that a portion needs and may not get: memory, a stream, and an event for each chunk."""
-    _create(driver, portion, rollback)
-    if (
-        isinstance(portion, Borrowed)
-        or portion.backup.file is not None
-        or (portion.backup.keep is None and not poison)
-    ):
-        return
-    for chunk in portion.chunks:
-        at = portion.copier(chunk)
-        flow.lane(at)
-        with at.current():
-            event: int = driver.create_event()
-        rollback.undo(in_context, at, driver.destroy_event, event)
-        portion.events.append(event)
-
-
-def _at_first(portions: Sequence[Portion]) -> int:
-    """Return how many portions an ordered resume brings before it returns: the first, and what is needed at once."""
-    needed = [index for index, portion in enumerate(portions) if portion.needed_at_once]
-    return max([1, *[index + 1 for index in needed]])
+    def _say_awake(self, rollback: Rollback) -> None:
+        rollback.undo(_put_to_sleep, self._buffers, self._backups)
+        with self._driver.lock:  # nothing can fail any more
+            for buffer in self._buffers:
+                buffer._paused = ""
+                buffer._backup = None
 
 
 def _put_to_sleep(buffers: Iterable[Buffer], backups: Iterable[Asleep]) -> None:
@@ -344,20 +306,6 @@ def _put_to_sleep(buffers: Iterable[Buffer], backups: Iterable[Asleep]) -> None:
     for buffer, backup in zip(buffers, backups, strict=True):
         buffer._paused, buffer._backup = backup.told, backup
         buffer._arriving = buffer._coming = None
-
-
-def _slices(chunks: Iterable[Chunk]) -> Generator[list[Chunk]]:
-    """Yield chunks in order, a few at a time."""
-    some: list[Chunk] = []
-    size = 0
-    for chunk in chunks:
-        some.append(chunk)
-        size += chunk.size
-        if size >= _AT_ONCE:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
 
 
 def _ordered(plans: Collection[Buffer], order: Targets) -> list[Buffer]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from remap.buffers.base import Buffer
 from remap.buffers.sources import mapped_only
 from remap.errors import ForkedError, InvalidValueError
-from remap.lifetime import Resource, epoch, on_creation
+from remap.forks import in_child
+from remap.lifetime import Resource, on_creation
 from remap.sizes import counted
 
 if TYPE_CHECKING:
@@ -28,12 +30,13 @@ class Group:
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
-        self._members: list[weakref.ref[Buffer]] = []
+        # By serial; each goes with its buffer. Adding one and dropping it are atomic, on any thread, without a lock.
+        self._members: dict[int, weakref.ref[Buffer]] = {}
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """Its open buffers, oldest first."""
-        found = (member() for member in list(self._members))
+        found = (member() for member in list(self._members.values()))
         return tuple(one for one in found if one is not None and not one.closed)
 
     @property
@@ -63,8 +66,8 @@ class Group:
         if isinstance(thing, Buffer):
             if self.tag in thing._groups:  # made in two nested blocks of this tag
                 return
-            self._members = [member for member in self._members if member() is not None]
-            self._members.append(weakref.ref(thing))
+            # The reference passes itself to the call: what `pop` returns where there is nothing.
+            self._members[thing.serial] = weakref.ref(thing, partial(self._members.pop, thing.serial))
             thing._groups = (*thing._groups, self.tag)
             thing._heirs = (*thing._heirs, self._add)
 
@@ -73,23 +76,8 @@ class Group:
         return f"<remap.Group {self.tag!r} of {counted(len(self.buffers), 'buffer')}>"
 
 
-class _Groups:
-    """The groups of this process by tag; a forked child begins with none."""
-
-    def __init__(self) -> None:
-        self.epoch = epoch()
-        self.by_tag: dict[str, Group] = {}
-        self.inherited: set[str] = set()
-
-    def of_this_process(self) -> dict[str, Group]:
-        """Return them."""
-        if self.epoch != epoch():
-            self.inherited.update(self.by_tag)
-            self.epoch, self.by_tag = epoch(), {}
-        return self.by_tag
-
-
-_groups = _Groups()
+_groups: dict[str, Group] = {}  # of this process, by tag; a forked child begins with none
+_inherited: set[str] = set()
 
 
 @contextmanager
@@ -101,26 +89,34 @@ def group(tag: str) -> Generator[Group]:
     """
     if not isinstance(tag, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"the tag of a group is text, not {type(tag)}")
-    found = _groups.of_this_process().setdefault(tag, Group(tag))
+    found = _groups.setdefault(tag, Group(tag))
     with on_creation(found._add), mapped_only():
         yield found
 
 
 def groups() -> dict[str, Group]:
     """Return the groups that have open buffers, by tag."""
-    return {tag: one for tag, one in list(_groups.of_this_process().items()) if one.buffers}
+    return {tag: one for tag, one in list(_groups.items()) if one.buffers}
 
 
 def known(tag: str) -> Group:
     """Return the group of a tag; raises `InvalidValueError` if there never was one, `ForkedError` for the parent's."""
-    found = _groups.of_this_process().get(tag)
-    if found is None and tag in _groups.inherited:
+    found = _groups.get(tag)
+    if found is None and tag in _inherited:
         raise ForkedError(
             f"group {tag!r} in a forked process",
             rule="its buffers were made before the fork, and belong to the parent",
             next_step="Let the parent do this, or make the memory anew in the child",
         )
     if found is None:
-        names = ", ".join(repr(name) for name in _groups.of_this_process()) or "none"
+        names = ", ".join(repr(name) for name in list(_groups)) or "none"
         raise InvalidValueError(f"group {tag!r}", rule=f"there is no such group; those there are: {names}")
     return found
+
+
+def _forked() -> None:
+    _inherited.update(_groups)
+    _groups.clear()
+
+
+in_child(_forked)

@@ -13,7 +13,7 @@ from remap.buffers.base import Buffer
 from remap.buffers.changes import shares_of
 from remap.buffers.shares import Share
 from remap.errors import InUseError, InvalidValueError, RemapError
-from remap.lifetime import Resource
+from remap.lifetime import Resource, call_all
 from remap.locations import device
 from remap.residency.stores import Keep
 from remap.residency.tags import Group, known
@@ -217,16 +217,9 @@ def growth(before: Mapping[Location, MemoryInfo], after: Mapping[Location, Memor
     return sum(info.free - before[place].free for place, info in after.items() if place in before)
 
 
-def announce(buffers: Iterable[Buffer]) -> None:
-    """Tell the listeners of every buffer of its change; the first error is raised when all have been told."""
-    first: Exception | None = None
-    for buffer in buffers:
-        try:
-            buffer._changed()
-        except Exception as error:  # noqa: BLE001 (a listener's, raised below)
-            if first is None:
-                first = error
-            else:
-                first.add_note(f"and then: {error}")
-    if first is not None:
-        raise first
+def announce(buffers: Iterable[Buffer], failure: BaseException | None = None) -> None:
+    """Tell the listeners of every buffer of its change; the first error is raised when all have been told.
+
+    That is `failure` where there is one, of a change that was made all the same.
+    """
+    call_all((buffer._changed for buffer in buffers), failure)

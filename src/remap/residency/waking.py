@@ -12,8 +12,9 @@ from remap.errors import InUseError
 from remap.lifetime import Description, Release, Resource, Step, epoch, undo
 from remap.locations import Device, in_context
 from remap.ranges import Chunk
-from remap.residency.feed import Feed, Portion, Worker
+from remap.residency.feed import Feed, Worker
 from remap.residency.flow import Flow
+from remap.residency.portions import Portion
 from remap.residency.results import Moved
 from remap.residency.stores import Asleep, drop_all
 from remap.sizes import counted, format_size

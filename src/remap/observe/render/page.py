@@ -27,28 +27,52 @@ def page(snapshot: Snapshot) -> str:
 
 
 def _data(snapshot: Snapshot) -> dict[str, Any]:
-    lanes = lanes_of(snapshot)
-    numbers = {item.serial: index for index, item in enumerate(snapshot.items)}
-    places = list(snapshot.shares())
-    places += sorted({piece.location for item in snapshot.items for piece in item.pieces} - set(places))
-    index = {place: at for at, place in enumerate(places)}
-    rights: dict[str, int] = {"": 0}
-    mapped: dict[int, int] = {}
+    tables = _Tables(snapshot)
+    lanes = [tables.lane(lane) for lane in lanes_of(snapshot)]
+    return {
+        "about": f"{counted(len(snapshot.items), 'object')} of process {snapshot.process} "
+        f"on the {snapshot.driver} driver ({snapshot.driver_version}), {snapshot.taken[:19].replace('T', ' ')} UTC.",
+        "lanes": lanes,
+        "items": [_item(item, at) for at, item in enumerate(snapshot.items)],
+        "places": [{"name": str(place), "colour": colour(place)} for place in tables.places],
+        "loose": [
+            [piece.size, tables.places[piece.location], piece.memory]
+            for item in snapshot.items
+            for piece in item.pieces
+            if piece.address is None and piece.memory not in tables.mapped
+        ],
+        "rights": list(tables.rights),
+        "aliases": {memory: times for memory, times in tables.mapped.items() if times > 1},
+        "totals": _totals(snapshot),
+    }
 
-    def lane_of(lane: Lane) -> dict[str, Any]:
+
+class _Tables:
+    """What the lanes of a page name by number: places, objects and rights; and how often they map each memory."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        places = list(snapshot.shares())
+        places += sorted({piece.location for item in snapshot.items for piece in item.pieces} - set(places))
+        self.places = {place: at for at, place in enumerate(places)}
+        self.numbers = {item.serial: index for index, item in enumerate(snapshot.items)}
+        self.rights: dict[str, int] = {"": 0}
+        self.mapped: dict[int, int] = {}
+
+    def lane(self, lane: Lane) -> dict[str, Any]:
+        """Return a lane, and count what it maps."""
         pieces: list[list[Any]] = []
         for offset, piece, item in lane.pieces:
             said = ", ".join(f"{place} {right}" for place, right in piece.rights)
-            mapped[piece.memory] = mapped.get(piece.memory, 0) + 1
+            self.mapped[piece.memory] = self.mapped.get(piece.memory, 0) + 1
             pieces.append(
                 [
                     offset,
                     piece.size,
-                    index[piece.location],
+                    self.places[piece.location],
                     piece.memory,
                     str(piece.right),
-                    numbers[item.serial],
-                    rights.setdefault(said, len(rights)),
+                    self.numbers[item.serial],
+                    self.rights.setdefault(said, len(self.rights)),
                 ]
             )
         owner = lane.owner
@@ -57,7 +81,7 @@ def _data(snapshot: Snapshot) -> dict[str, Any]:
             "size": lane.size,
             "drawn": lane.drawn,
             "asleep": lane.asleep,
-            "owner": numbers[owner.serial],
+            "owner": self.numbers[owner.serial],
             "title": _title(owner),
             "state": _state(owner),
             "backed": lane.backed,
@@ -65,37 +89,22 @@ def _data(snapshot: Snapshot) -> dict[str, Any]:
             "pieces": pieces,
         }
 
-    drawn = [lane_of(lane) for lane in lanes]
-    loose = [
-        [piece.size, index[piece.location], piece.memory]
-        for item in snapshot.items
-        for piece in item.pieces
-        if piece.address is None and piece.memory not in mapped
-    ]
+
+def _totals(snapshot: Snapshot) -> list[dict[str, Any]]:
     state = {one.location: one for one in snapshot.devices}
-    return {
-        "about": f"{counted(len(snapshot.items), 'object')} of process {snapshot.process} "
-        f"on the {snapshot.driver} driver ({snapshot.driver_version}), {snapshot.taken[:19].replace('T', ' ')} UTC.",
-        "lanes": drawn,
-        "items": [_item(item, at) for at, item in enumerate(snapshot.items)],
-        "places": [{"name": str(place), "colour": colour(place)} for place in places],
-        "loose": loose,
-        "rights": list(rights),
-        "aliases": {memory: times for memory, times in mapped.items() if times > 1},
-        "totals": [
-            {
-                "name": str(place),
-                "mapped": share.mapped,
-                "aliases": share.aliases,
-                "unmapped": share.unmapped,
-                "pools": share.pools,
-                "graphs": share.graphs,
-                "footprint": share.footprint,
-                **({"used": state[place].used, "total": state[place].total} if place in state else {}),
-            }
-            for place, share in snapshot.shares().items()
-        ],
-    }
+    return [
+        {
+            "name": str(place),
+            "mapped": share.mapped,
+            "aliases": share.aliases,
+            "unmapped": share.unmapped,
+            "pools": share.pools,
+            "graphs": share.graphs,
+            "footprint": share.footprint,
+            **({"used": state[place].used, "total": state[place].total} if place in state else {}),
+        }
+        for place, share in snapshot.shares().items()
+    ]
 
 
 def _item(item: Item, index: int) -> dict[str, Any]:
