@@ -198,14 +198,15 @@ def test_a_backup_can_be_written(stage: Stage, keep: Any, tmp_path: Path) -> Non
 
 
 def test_what_cannot_sleep(stage: Stage) -> None:
-    """Memory whose address belongs to its bytes says so; nothing of the call has happened then."""
+    """Memory whose address belongs to its bytes, or whose bytes are the user's, says so; nothing has happened then."""
     del stage
     plain = allocate_plain(SIZE, at=0)
     memory, addresses = remap.create(SIZE, at=0), remap.reserve(SIZE)
     mapping = addresses.map(memory, access={0: "rw"})
     with filled(SIZE) as buffers:
-        for thing in (plain, mapping, memory):
-            with pytest.raises(remap.InvalidValueError, match=r"belongs to its bytes.*remap\.allocate"):
+        ours, yours = "its address belongs to its bytes", "the allocation behind it is yours"
+        for thing, why in ((plain, ours), (memory, ours), (mapping, yours)):
+            with pytest.raises(remap.InvalidValueError, match=rf"{why}.*remap\.allocate"):
                 remap.pause([*buffers, thing])  # type: ignore[list-item]
         with pytest.raises(remap.InvalidValueError, match="no such group"):
             remap.pause([*buffers, "nobody"])
