@@ -7,7 +7,7 @@ CPU may look. Whoever took it keeps the memory alive, and while anyone has it th
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from remap import dlpack
@@ -18,7 +18,7 @@ from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_s
 from remap.locations import Device, device
 from remap.sizes import Size, parse_offset
 from remap.streams import Queue, StreamLike, default_handle
-from remap.types import Access
+from remap.types import Access, Location
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -195,14 +195,14 @@ class DeviceArray:
         """
         self.owner._check()
         with self.owner._driver.lock:  # nobody takes the right away between the look at it and the view
-            right = self._cpu_right()
-            if not right.readable:
+            places = self._cpu_places()
+            if not places:
                 raise AccessError(
                     f"a NumPy view of {self.owner.describe()}",
                     rule="the CPU has no access to it",
                     next_step="Copy with to_host(), or allocate with resident=Host(), accessing=[Host(), 0]",
                 )
-            export = self._export("view by NumPy", read_only=not self._writable(right), cpu=True)
+            export = self._export("view by NumPy", read_only=not self._writable(places), cpu=True)
         self.owner._wait_for_work("view by NumPy")
         return export.numpy(self.dtype, self.shape)
 
@@ -234,7 +234,7 @@ class DeviceArray:
             raise AttributeError(
                 f"__cuda_array_interface__ has no {self.dtype}: take it by DLPack, or view its bits"
             )
-        writable = any(self._writable(owner._rights[one.location]) for one in users)
+        writable = self._writable([one.location for one in users])
         if self._handed_out is None:
             self._handed_out = self._export("CUDA array interface")
         described = {"descr": self.dtype.descr} if self.dtype.fields else {}
@@ -278,11 +278,10 @@ class DeviceArray:
         if wanted is not None and wanted in places and not copy:
             _check_dlpack_stream(wanted, stream)
             with self.owner._driver.lock:  # as in numpy()
-                given = self.owner._rights.get
-                right = self._cpu_right() if wanted == cpu else given(device(wanted[1]).location, Access.NONE)
-                if not right.readable:
+                looking = self._cpu_places() if wanted == cpu else [device(wanted[1]).location]
+                if not any(self.owner._rights.get(place, Access.NONE).readable for place in looking):
                     raise self._no_dlpack()
-                writable = self._writable(right)
+                writable = self._writable(looking)
                 if not writable and not dlpack.versioned(max_version):
                     raise ExportError(
                         "a DLPack capsule of read-only memory",
@@ -318,7 +317,7 @@ class DeviceArray:
         residence = next((chunk.location for chunk in self.owner.chunks), None)
         if residence is not None and residence.is_device:
             places.sort(key=lambda place: place[1] != residence.index)
-        if self._cpu_right().readable:
+        if self._cpu_places():
             on_host = residence is not None and not residence.is_device
             places.insert(0 if on_host else len(places), (dlpack.CPU, 0))
         return tuple(places)
@@ -330,14 +329,18 @@ class DeviceArray:
             next_step="Copy with to_host(), or ask for a copy on the CPU with dl_device=(1, 0)",
         )
 
-    def _writable(self, right: Access) -> bool:
-        """Tell whether somebody with this right to the whole may write this part of it."""
-        return right.writable and self.owner._part_writable(self.offset, self.nbytes)
+    def _writable(self, places: Iterable[Location]) -> bool:
+        """Tell whether any of several locations may write this part of the memory."""
+        owner = self.owner
+        return any(
+            owner._rights.get(place, Access.NONE).writable
+            and owner._part_writable(self.offset, self.nbytes, place)
+            for place in places
+        )
 
-    def _cpu_right(self) -> Access:
-        """Return the best right of any host location: the CPU looks from wherever it runs."""
-        found = [right for place, right in self.owner._rights.items() if not place.is_device]
-        return max(found, key=list(Access).index, default=Access.NONE)
+    def _cpu_places(self) -> list[Location]:
+        """Return the host locations that have a right: the CPU looks from wherever it runs."""
+        return [place for place in self.owner._rights if not place.is_device]
 
     def _join_pending(self, users: Sequence[Device]) -> int | None:
         """Return the handle of one stream that is behind all pending work, None if nothing is pending."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from remap.errors import AccessError, ForkedError, InUseError, InvalidValueError, PausedError
 from remap.launches import launches
@@ -60,6 +60,10 @@ class Range(Resource):
     _address: int = 0
     _size: int = 0
     _rights: Mapping[Location, Access]
+    # The same of the part that has rights of its own, if one has: a ring's second view, the memory of other ranks; and
+    # the most that anybody can be given there.
+    _rights_apart: Mapping[Location, Access] | None = None
+    _most_apart: Access = Access.READ_WRITE
     _known_uses: Uses | None = None
     # A token for each operation that is under way.
     _busy: set[object] | None = None
@@ -133,8 +137,7 @@ class Range(Resource):
         if not grants:
             raise InvalidValueError("a change of access that names no location", rule="name at least one")
         self._await_mapping()
-        order = list(Access)
-        losing = [place for place, right in grants if order.index(right) < order.index(self._right(place))]
+        losing = _lost(self._rights, grants) + _lost(self._rights_apart or {}, self._capped(grants))
         if not losing:
             with self._driver.lock:
                 self._check()
@@ -151,19 +154,29 @@ class Range(Resource):
 
     def _grant_rights(self, grants: Grants) -> None:
         """Give rights to all that is mapped, or to nothing; the caller holds the lock."""
-        before = tuple((place, self._right(place)) for place, _ in grants)
+        capped = self._capped(grants)
         with Rollback() as rollback:
-            for address, size in self._ranges():
+            for address, size, rights in self._granted_ranges():
+                given = grants if rights is self._rights else capped
+                before = tuple((place, rights.get(place, Access.NONE)) for place, _ in grants)
                 try:
-                    self._driver.set_access(address, size, grants)
+                    self._driver.set_access(address, size, given)
                 except BaseException as error:
                     # CUDA applies the locations before the one that it refuses (seen on H200).
                     if len(grants) > 1:
                         undo(error, self._driver.set_access, address, size, before)
                     raise
                 rollback.undo(self._driver.set_access, address, size, before)
-            rights = {**self._rights, **dict(grants)}
-            self._rights = {place: right for place, right in rights.items() if right.readable}
+            apart = self._rights_apart
+            # Both at once: nobody sees the rights of one part without those of the other.
+            self._rights, self._rights_apart = (
+                _merged(self._rights, grants),
+                None if apart is None else _merged(apart, capped),
+            )
+
+    def _capped(self, grants: Grants) -> Grants:
+        """Return what the part with rights of its own is given."""
+        return tuple((place, min(right, self._most_apart, key=_order)) for place, right in grants)
 
     def get_access(self, where: LocationLike) -> Access:
         """Return the right of a location at the first address, asking the driver. Source: cuMemGetAccess."""
@@ -176,6 +189,10 @@ class Range(Resource):
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the (address, size) of the ranges that are mapped, each as long as it can be."""
         raise NotImplementedError
+
+    def _granted_ranges(self) -> list[Granted]:
+        """Return the same in parts with one table of rights each."""
+        return [(address, size, self._rights) for address, size in self._ranges()]
 
     # -- uses --
 
@@ -203,14 +220,17 @@ class Range(Resource):
             )
         self._check_backed(asked)
 
-    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
-        """Raise if a part cannot be used so, where parts differ: holes, chunks shared with others.
+    def _check_part(
+        self, asked: str, offset: int, size: int, needed: Access, place: Location | None = None
+    ) -> None:
+        """Raise if a part cannot be used so, where parts differ: holes, chunks shared with others, a second view.
 
-        What differs by location is checked by itself. The caller holds the lock.
+        `place` is who uses it, None for anybody; its right to the whole is checked by itself. The caller holds the
+        lock.
         """
 
-    def _part_writable(self, offset: int, size: int) -> bool:
-        """Tell whether a part may be written by those who may write the whole; the caller holds no lock."""
+    def _part_writable(self, offset: int, size: int, place: Location) -> bool:
+        """Tell whether a location that may write the whole may write a part; the caller holds no lock."""
         return True
 
     @property
@@ -239,7 +259,7 @@ class Range(Resource):
                 next_step=self._grant_step(place, needed),
             )
         if part is not None:
-            self._check_part(asked, *part, needed)
+            self._check_part(asked, *part, needed, place)
 
     @property
     def _operations(self) -> set[object]:
@@ -359,6 +379,28 @@ class Range(Resource):
     def _wait_on_close(self) -> Callable[[], None] | None:
         uses = self._known_uses
         return uses.waiter(self.accessing, f"closing {self.kind} {self.serial}") if uses else None
+
+
+Granted: TypeAlias = tuple[int, int, Mapping[Location, Access]]
+"""A part of a range, mapped with one table of rights: (address, size, rights)."""
+
+
+def grant(driver: Any, address: int, size: int, rights: Mapping[Location, Access]) -> None:
+    """Give a mapped part the rights that it is to have."""
+    if rights:
+        driver.set_access(address, size, tuple(rights.items()))
+
+
+def _lost(rights: Mapping[Location, Access], grants: Grants) -> list[Location]:
+    """Return the locations that would have less than they have."""
+    return [place for place, right in grants if _order(right) < _order(rights.get(place, Access.NONE))]
+
+
+def _merged(rights: Mapping[Location, Access], grants: Grants) -> Mapping[Location, Access]:
+    return {place: right for place, right in {**rights, **dict(grants)}.items() if right.readable}
+
+
+_order = list(Access).index
 
 
 def words(right: Access) -> str:

@@ -101,7 +101,7 @@ def test_a_second_view_with_rights_of_its_own(stage: Stage) -> None:
         assert ring.read(6).tobytes() == b"abcdef"
     with (
         remap.RingBuffer(SIZE, device=0, second="none") as ring,
-        pytest.raises(remap.AccessError, match="nobody"),
+        pytest.raises(remap.AccessError, match="not readable"),
     ):
         ring.to_host(shape=2, offset=SIZE - 1)
 
@@ -115,6 +115,81 @@ def test_rights_of_both_views_change_together(stage: Stage) -> None:
         assert {stage.inner.get_access(chunk.address, here) for chunk in ring.chunks} == {Access.READ}
         with pytest.raises(remap.AccessError):
             ring.write(b"1")
+
+
+def views(stage: Stage, ring: remap.RingBuffer, place: int) -> list[str]:
+    """Return the right of a device to each view, as the driver has it."""
+    return [str(stage.inner.get_access(one.address, remap.device(place).location)) for one in ring.chunks]
+
+
+def test_a_refused_change_of_rights(stage: Stage) -> None:
+    """Each view keeps the right that it had, whichever view was refused (invariant 5)."""
+    if remap.device(0).capabilities["coherent"]:
+        pytest.skip("the CPU can be granted access here")
+    with remap.RingBuffer(SIZE, device=0, second="r") as ring:
+        with pytest.raises(remap.RemapError):
+            ring.set_access({0: "none", remap.Host(): "r"})
+        for nth in (1, 2):
+            stage.faulty.fail("set_access", nth=nth)
+            with pytest.raises(remap.DriverError):
+                ring.set_access({0: "none"})
+            stage.faulty.heal()
+        assert views(stage, ring, 0) == ["rw", "r"]
+        assert [*ring.access.values(), *ring.access_to_second.values()] == ["rw", "r"]
+        ring.set_access({0: "rw"})
+        assert views(stage, ring, 0) == ["rw", "rw"]
+        ring.fill(1, offset=SIZE - 1, size=2)
+
+
+def test_a_right_to_the_second_view_alone_is_taken(stage: Stage) -> None:
+    """Taking it waits for the work that may still use it, as taking one to the first view does (invariant 7)."""
+    out = np.empty(16, np.uint8)
+    with remap.RingBuffer(SIZE, device=0, access="r", second="rw") as ring, remap.Stream(0) as stream:
+        ring.copy_to_host(out, offset=SIZE, stream=stream)
+        mark = stage.mark()
+        ring.set_access({0: "r"})
+        assert "synchronize_stream" in stage.names_since(mark)
+        assert views(stage, ring, 0) == ["r", "r"]
+
+
+@pytest.mark.two_devices
+def test_rights_of_one_do_not_bind_another(stage: Stage) -> None:
+    """Who may write both views writes over the end, whatever others may do; who may not write the second does not."""
+    with remap.RingBuffer(SIZE, device=0) as ring, remap.Stream(0) as stream:
+        for right in ("r", "none"):
+            ring.set_access({1: right})
+            ring.fill(5, offset=SIZE - 1, size=2)
+            ring.fill(6, offset=SIZE - 1, size=2, stream=stream)
+            assert ring.window(SIZE - 4, 8).__cuda_array_interface__["data"][1] is False
+        assert set(ring.access_to_second) == {remap.device(0).location}
+    with remap.RingBuffer(SIZE, device=0, accessing=[0, 1], second="r") as ring:
+        ring.set_access({0: "rw"})
+        assert (views(stage, ring, 0), views(stage, ring, 1)) == (["rw", "rw"], ["rw", "r"])
+        ring.fill(5, offset=SIZE - 1, size=2)
+        with (
+            remap.Stream(1) as other,
+            pytest.raises(remap.AccessError, match="not writable for device 1"),
+        ):
+            ring.fill(5, offset=SIZE - 1, size=2, stream=other)
+
+
+@remap.kernel
+def one_each(out: remap.DisjointSlice) -> None:
+    """Write ones."""
+    out[remap.index_1d()] = 1
+
+
+@pytest.mark.two_devices
+def test_kernels_over_the_end(stage: Stage) -> None:
+    """A kernel writes a window over the end where its device may, also when a peer may only read."""
+    del stage
+    with remap.RingBuffer(SIZE, device=0) as ring:
+        ring.fill(0)
+        ring.set_access({1: "r"})
+        window = ring.window(SIZE - 512, 1024)
+        one_each.launch(window, grid=4, block=256)
+        assert (window.to_host() == 1).all()
+        del window
 
 
 def test_a_ring_sleeps_and_wakes(stage: Stage) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -83,6 +83,55 @@ def test_asleep(stage: Stage) -> None:
         remap.resume(buffers)
         assert buffers[0].resident == (remap.Host(),)
         assert holds(buffers)
+
+
+def one_memory(ring: remap.RingBuffer) -> bool:
+    """Tell whether byte `size + i` of a ring is byte i, with contents that were not there before."""
+    written = (int(ring.to_host(shape=1)[0]) + 1) % 256
+    ring.fill(written, size=16)
+    second = ring.to_host(shape=ring.size, offset=ring.size)
+    return bool((second[:16] == written).all()) and np.array_equal(second, ring.to_host())
+
+
+def test_both_views_of_a_ring(stage: Stage) -> None:
+    """Both views show the new memory, each with its rights, and the old memory is given back whole."""
+    here, memory = remap.device(0).location, remap.device(0).memory
+    with remap.RingBuffer(SIZE, device=0, second="r") as ring:
+        ring.write(contents(0)[: SIZE - 4])
+        ring.read(SIZE - 4)
+        free = memory().free
+        assert remap.migrate(ring, remap.Host()).freed == ring.size
+        assert abs(memory().free - free - ring.size) <= stage.slack
+        assert one_memory(ring)
+        ring.write(b"over the end")
+        assert ring.read().tobytes() == b"over the end"
+        assert [stage.inner.get_access(one.address, here) for one in ring.chunks] == ["rw", "r"]
+        assert {one.location for one in ring.chunks} == {remap.Host()}
+
+
+@pytest.mark.parametrize("call", ["unmap", "map", "set_access"])
+def test_a_ring_that_could_not_move(stage: Stage, call: str) -> None:
+    """Whichever call on one of its views is refused, both show the old memory, with their rights (invariant 5)."""
+    here = remap.device(0).location
+    with remap.RingBuffer(SIZE, device=0, second="r") as ring:
+        ring.copy_from_host(contents(0, ring.size))
+        refusals = 0
+        while ring.resident == (here,):
+            before, mark = stage.seen(), stage.mark()
+            stage.faulty.fail(call, nth=refusals + 1)
+            with suppress(remap.DriverError):
+                remap.migrate(ring, remap.Host())
+            if ring.resident == (here,):
+                refusals += 1
+                assert stage.unchanged(before)
+            else:
+                stage.clean_up_refused(mark)
+            stage.faulty.heal()
+            for offset in (0, ring.size):
+                assert np.array_equal(ring.to_host(shape=ring.size, offset=offset), contents(0, ring.size))
+            assert [stage.inner.get_access(one.address, here) for one in ring.chunks] == ["rw", "r"]
+        assert refusals >= {"unmap": 1, "map": 2, "set_access": 2}[call]
+        assert one_memory(ring)
 
 
 @pytest.mark.parametrize("access", ["none", "r"])

@@ -168,6 +168,21 @@ def test_what_the_thread_is_refused(stage: Stage, call: str, ending: str) -> Non
         assert holds(buffers[:2] if ending == "closed" else buffers)
 
 
+def test_the_second_view_of_a_ring(stage: Stage) -> None:
+    """Who uses a ring through its second view waits for its memory, as through the first."""
+    with filled(SIZE) as buffers, remap.RingBuffer(SIZE, device=0) as ring:
+        ring.copy_from_host(contents(1))
+        remap.pause([*buffers, ring])
+        stage.faulty.fail("map", nth=2, repeat=True)
+        with remap.resume([*buffers, ring], events=True) as waking:
+            assert wait_until(lambda: waking.held_up is not None)
+            with pytest.raises(remap.PausedError, match="not come back"):
+                ring.to_host(shape=16, offset=ring.size)
+            stage.faulty.heal()
+            remap.resume(ring)
+            assert np.array_equal(ring.to_host(shape=SIZE, offset=ring.size), contents(1))
+
+
 def test_collected_while_held_up(stage: Stage) -> None:
     """A resume that was held up, and is dropped with its buffers, gives everything back, and maps nothing more."""
     before = stage.seen()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -98,9 +99,24 @@ def read_only(exchange: Exchange) -> list[str]:
                 attempt()
             except (remap.AccessError, remap.InvalidValueError) as error:
                 found.append(type(error).__name__)
-        found.append(str(remap.driver().get_access(other.address, remap.device(0).location)))
-        found.append(str(remap.driver().get_access(sym.local.address, remap.device(0).location)))
+        found += rights(sym)
+        # What is refused changes nothing, and what is given to all goes no further than what was agreed.
+        with suppress(remap.NotSupportedError):
+            sym.set_access({0: "rw", remap.Host(): "r"})
+        found += rights(sym)
+        for right in ("r", "rw"):
+            sym.set_access({0: right})
+            found += rights(sym)
         exchange.barrier()
+    return found
+
+
+def rights(sym: remap.SymmetricBuffer) -> list[str]:
+    """Return the rights to the other's memory and to one's own, as the driver has them and as is said."""
+    here = remap.device(0).location
+    parts = (sym.rank(1 - sym.exchange.rank), sym.local)
+    found = [str(remap.driver().get_access(part.address, here)) for part in parts]
+    assert found == [str(part.access[here]) for part in parts]
     return found
 
 

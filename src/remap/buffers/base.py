@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any, ClassVar
 
 from remap import drivers
@@ -19,9 +20,10 @@ from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.launches import launches
 from remap.lifetime import Description, Release, Rollback, call_all, drain, queued, undo
 from remap.locations import LocationLike
+from remap.ranges import Granted, grant
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
-from remap.types import Access, AllocationProperties, Facts, Grants, HandleType, Held, Location
+from remap.types import Access, AllocationProperties, Facts, HandleType, Held, Location
 
 
 class Buffer(Span):
@@ -109,7 +111,7 @@ class Buffer(Span):
         self._check()
         self._await_mapping()
         self._uses.escaped = True
-        return () if self._paused else tuple(self._chunks)
+        return () if self._paused else tuple(self._mappings(self._chunks))
 
     def footprint(self) -> dict[Location, int]:
         """Return the physical bytes behind this buffer by location; none while it is paused."""
@@ -162,11 +164,18 @@ class Buffer(Span):
             )
 
     def _ranges(self) -> list[tuple[int, int]]:
-        return [] if self._paused else runs(self._chunks)
+        return [] if self._paused else runs(self._mappings(self._chunks))
+
+    def _granted_ranges(self) -> list[Granted]:
+        return [] if self._paused else self._granted_runs(self._chunks)
+
+    def _mappings(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Return chunks as they are mapped: each once, but in rings, where all of them follow once more."""
+        return chunks
 
     def _unmap_chunks(self) -> None:
         """Unmap all chunks, run by run; the mappings were all that kept their memory."""
-        for address, size in runs(self._chunks):
+        for address, size in runs(self._mappings(self._chunks)):
             self._driver.unmap(address, size)
 
     def _map_chunks(
@@ -176,16 +185,15 @@ class Buffer(Span):
 
         `full` gives what forks share the buffer's own rights, to be filled. The caller releases the handles.
         """
-        for chunk, handle in zip(chunks, handles, strict=True):
+        for chunk, handle in zip(self._mappings(chunks), cycle(handles), strict=False):
             rollback.undo(self._driver.unmap, chunk.address, chunk.size)
             self._driver.map(chunk.address, chunk.size, handle)
         for run in Buffer._granted_runs(self, chunks) if full else self._granted_runs(chunks):
-            self._driver.set_access(*run)
+            grant(self._driver, *run)
 
-    def _granted_runs(self, chunks: Sequence[Chunk]) -> list[tuple[int, int, Grants]]:
-        """Return (address, size, rights) of chunks, for the calls that give them the rights that they are to have."""
-        grants = tuple(self._rights.items())
-        return [(address, size, grants) for address, size in runs(chunks)] if grants else []
+    def _granted_runs(self, chunks: Sequence[Chunk]) -> list[Granted]:
+        """Return chunks in runs of the same rights, for the calls that give them those."""
+        return [(address, size, self._rights) for address, size in runs(chunks)]
 
     def _relocated(self) -> None:
         """Count chunks that lie elsewhere now, for whoever counts them by location."""

@@ -22,7 +22,7 @@ from remap.locations import LocationLike
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk
 from remap.streams import Queue
-from remap.types import Access, HandleType
+from remap.types import Access, HandleType, Location
 from remap.uses import After, Known
 
 Part: TypeAlias = tuple[int, int]
@@ -174,7 +174,9 @@ class ElasticBuffer(ForkingBuffer):
         with self._driver.lock:
             return tuple(self._extents)
 
-    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
+    def _check_part(
+        self, asked: str, offset: int, size: int, needed: Access, place: Location | None = None
+    ) -> None:
         if not size:
             return
         stop = offset + size

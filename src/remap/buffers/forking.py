@@ -12,6 +12,7 @@ from remap.lifetime import undo
 from remap.locations import AccessLike
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import Chunk
+from remap.types import Location
 from remap.uses import Known
 
 
@@ -108,7 +109,7 @@ class ForkingBuffer(GrowingBuffer):
             if chunk.address in self._shares
         ]
 
-    def _part_writable(self, offset: int, size: int) -> bool:
+    def _part_writable(self, offset: int, size: int, place: Location | None = None) -> bool:
         with self._driver.lock:
             return not (self._shares and size and self._still_shared(offset, offset + size))
 

@@ -25,6 +25,7 @@ from remap.errors import OutOfAddressSpaceError, OutOfMemoryError
 from remap.handles import reserve_range
 from remap.lifetime import Release, Rollback, Step, undo
 from remap.locations import explain_shortage
+from remap.ranges import Granted
 from remap.sizes import format_size, round_up
 from remap.spans import Chunk
 from remap.types import Grants, Held, Location
@@ -374,12 +375,13 @@ class GrowingBuffer(ChangingBuffer):
         else:
             self._supply.gained(chunks)
 
-    def _granted_runs(self, chunks: Sequence[Chunk]) -> list[tuple[int, int, Grants]]:
+    def _granted_runs(self, chunks: Sequence[Chunk]) -> list[Granted]:
         if not self._shares:
             return super()._granted_runs(chunks)
         own = super()._granted_runs([chunk for chunk in chunks if chunk.address not in self._shares])
         shared = super()._granted_runs([chunk for chunk in chunks if chunk.address in self._shares])
-        return [*own, *((address, size, read_only(grants)) for address, size, grants in shared)]
+        lowered = dict(read_only(tuple(self._rights.items())))
+        return [*own, *((address, size, lowered) for address, size, _ in shared)]
 
     def _detach(self) -> Release:
         if not self._reserved:

@@ -12,13 +12,13 @@ from remap.buffers.placement import Placement, place
 from remap.dtypes import parse_dtype
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import create_handle, parse_alignment, reserve_range
-from remap.launches import launches
 from remap.lifetime import Description, Rollback, drain, queued, undo
-from remap.locations import AccessLike, LocationLike, parse_access
+from remap.locations import LocationLike
+from remap.ranges import Granted
 from remap.sizes import Size, format_size, parse_size, round_up
 from remap.spans import Chunk, host_array
 from remap.streams import StreamLike
-from remap.types import Access, Grants, HandleType, Held, Location
+from remap.types import Access, HandleType, Held, Location
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,9 +37,10 @@ class RingBuffer(Buffer):
     `consumed`. The cursors are not locked: one thread writes and one reads.
 
     `second` is the access right to the second view, the same as to the first by default. With "r" only the first view
-    can be written: `write` then does it in two pieces where it wraps. The two addresses are one memory: a kernel that
-    writes through one and reads through the other needs an alias fence in between (CUDA programming guide, virtual
-    aliasing); work that is queued in stream order needs none. Source: cuMemMap, twice with one handle.
+    can be written: `write` then does it in two pieces where it wraps. `set_access` changes the rights to both. The two
+    addresses are one memory: a kernel that writes through one and reads through the other needs an alias fence in
+    between (CUDA programming guide, virtual aliasing); work that is queued in stream order needs none. Source:
+    cuMemMap, twice with one handle.
     """
 
     kind: ClassVar[str] = "ring buffer"
@@ -65,7 +66,7 @@ class RingBuffer(Buffer):
         self._rights = placement.rights
         self.properties = placement.properties[0]
         right = Access.parse(access) if second is None else Access.parse(second)
-        self._second: dict[Location, Access] = {where: right for where, _ in placement.grants}
+        self._rights_apart = {where: right for where, _ in placement.grants if right.readable}
         self._chunks = []
         self.head = 0
         self.tail = 0
@@ -112,7 +113,9 @@ class RingBuffer(Buffer):
             )
         start = self.head % self._size if self._size else 0
         first = min(host.nbytes, self._size - start)
-        if first == host.nbytes or self._part_writable(start, host.nbytes):
+        if first == host.nbytes or self._part_writable(
+            start, host.nbytes, self._actor("write", Access.READ_WRITE, stream, None)
+        ):
             self.copy_from_host(host, offset=start, stream=stream)
         else:
             self.copy_from_host(host[:first], offset=start, stream=stream)
@@ -179,73 +182,43 @@ class RingBuffer(Buffer):
 
     @property
     def access_to_second(self) -> dict[Location, Access]:
-        """The right of each location to the second view."""
-        return dict(self._second)
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Both mappings as (address, size, location). Reading it lets the addresses escape."""
-        return tuple(
-            Chunk(chunk.address + view, chunk.size, chunk.location)
-            for view in (0, self._size)
-            for chunk in super(RingBuffer, self).chunks
-        )
-
-    def set_access(self, access: AccessLike) -> None:
-        """Change the rights of the locations that are named, to both views."""
-        second = self._second
-        super().set_access(access)
-        self._second = {**second, **dict(parse_access(access))}
-        launches.renew()  # what looked in between has seen the old rights of the second view
+        """The right of each location that has one to the second view."""
+        return dict(self._rights_apart or {})
 
     @property
     def _reach(self) -> int:
         return 2 * self._size
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        return [] if self._paused or not self._size else [(self._address, 2 * self._size)]
-
-    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
-        if needed is Access.READ_WRITE and not self._part_writable(offset, size):
+    def _check_part(
+        self, asked: str, offset: int, size: int, needed: Access, place: Location | None = None
+    ) -> None:
+        if offset + size <= self._size:
+            return
+        second, writing = self.access_to_second, needed is Access.READ_WRITE
+        found = second.values() if place is None else (second.get(place, Access.NONE),)
+        if not any(right.writable if writing else right.readable for right in found):
+            can = "writable" if writing else "readable"
             raise AccessError(
                 f"{asked} of bytes {offset} to {offset + size} of {self.describe()}",
-                rule=f"the second view, from byte {self._size} on, is not writable",
-                next_step="Write through the first view, in two pieces where it wraps",
-            )
-        if offset + size > self._size and not any(right.readable for right in self._second.values()):
-            raise AccessError(
-                f"{asked} of bytes {offset} to {offset + size} of {self.describe()}",
-                rule=f"nobody has access to the second view, from byte {self._size} on",
+                rule=f"the second view, from byte {self._size} on, is not {can} for {place or 'anybody'}",
+                next_step="Use the first view, in two pieces where it wraps",
             )
 
-    def _part_writable(self, offset: int, size: int) -> bool:
-        return offset + size <= self._size or all(right.writable for right in self._second.values())
+    def _part_writable(self, offset: int, size: int, place: Location) -> bool:
+        return offset + size <= self._size or self.access_to_second.get(place, Access.NONE).writable
+
+    def _mappings(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        return [*chunks, *(Chunk(at + self._size, size, place) for at, size, place in chunks)]
+
+    def _granted_runs(self, chunks: Sequence[Chunk]) -> list[Granted]:
+        first, apart = super()._granted_runs(chunks), self._rights_apart or {}
+        return [*first, *((at + self._size, size, apart) for at, size, _ in first)]
 
     def _held(self) -> tuple[Held, ...]:
-        views = ((0, tuple(self._rights.items())), (self._size, tuple(self._second.items())))
         return tuple(
-            Held(at + view, size, place, self.serial, rights)
-            for view, rights in views
-            for at, size, place in tuple(self._chunks)
+            Held(at, size, self.properties.location, self.serial, tuple(rights.items()))
+            for at, size, rights in self._granted_runs(tuple(self._chunks))
         )
-
-    def _map_chunks(
-        self, chunks: Sequence[Chunk], handles: Sequence[int], rollback: Rollback, *, full: bool = False
-    ) -> None:
-        del full  # nothing of a ring is shared with forks
-        driver, ring = self._driver, self._size
-        for chunk, handle in zip(chunks, handles, strict=True):
-            for view in (0, ring):
-                rollback.undo(driver.unmap, chunk.address + view, chunk.size)
-                driver.map(chunk.address + view, chunk.size, handle)
-            for view, rights in ((0, self._rights), (ring, self._second)):
-                grants: Grants = tuple((place, right) for place, right in rights.items() if right.readable)
-                if grants:
-                    driver.set_access(chunk.address + view, chunk.size, grants)
-
-    def _unmap_chunks(self) -> None:
-        if self._reserved:
-            self._driver.unmap(self._address, self._reserved)
 
     def describe(self) -> Description:
         """Return what this ring is."""

@@ -131,7 +131,7 @@ class Variant:
             if type(owner)._check_part is not Range._check_part and owner._open:  # its parts differ
                 needed = Access.READ_WRITE if written else Access.READ
                 with owner._driver.lock:
-                    owner._check_part(self.asked, view.address - owner._address, _size(view), needed)
+                    owner._check_part(self.asked, view.address - owner._address, _size(view), needed, place)
         if self._meets and len(views) > 0 and not allow_overlap:
             check_disjoint(self.asked, self.places(views))
         for index, wanted in self._widths:

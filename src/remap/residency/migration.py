@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import suppress
+from itertools import cycle
 from typing import Any
 
 from remap import drivers
@@ -16,7 +16,7 @@ from remap.errors import AccessError, OutOfMemoryError, RemapError
 from remap.handles import create_handle
 from remap.lifetime import Release, Rollback, Step, drain, queued
 from remap.locations import Device, LocationLike, device, location
-from remap.ranges import Chunk
+from remap.ranges import Chunk, grant
 from remap.residency.families import Carriers, carried, carriers
 from remap.residency.flow import Flow, Window, actor
 from remap.residency.hostpool import current_pool
@@ -173,24 +173,21 @@ class _Move:
         """Put the new memory behind the addresses; `rollback` puts the old memory back."""
         driver, buffer, shares = self._driver, self.buffer, shares_of(self.buffer)
         with driver.lock:
-            left = deque(self.chunks)
-            for address, size in () if buffer._paused else runs(self.chunks):
-                some: list[Chunk] = []
-                while left and left[0].address < address + size:
-                    some.append(left.popleft())
-                granted = buffer._granted_runs(some)
-                for run in granted:
-                    rollback.undo(driver.set_access, *run)
-                for chunk in some:
-                    rollback.undo(driver.map, chunk.address, chunk.size, self._old[chunk.address])
+            chunks = [] if buffer._paused else self.chunks
+            mapped, granted = buffer._mappings(chunks), buffer._granted_runs(chunks)
+            for run in granted:
+                rollback.undo(grant, driver, *run)
+            for chunk, handle in zip(mapped, cycle([self._old[at] for at, *_ in chunks]), strict=False):
+                rollback.undo(driver.map, chunk.address, chunk.size, handle)
+            for address, size in runs(mapped):
                 rollback.undo(driver.unmap, address, size)
+            for address, size in runs(mapped):
                 driver.unmap(address, size)
-                for chunk in some:
-                    share = shares.get(chunk.address)
-                    handle = self._new[chunk.address] if share is None else self._common[share]
-                    driver.map(chunk.address, chunk.size, handle)
-                for run in granted:
-                    driver.set_access(*run)
+            new = [self._common[shares[at]] if at in shares else self._new[at] for at, *_ in chunks]
+            for chunk, handle in zip(mapped, cycle(new), strict=False):
+                driver.map(chunk.address, chunk.size, handle)
+            for run in granted:
+                grant(driver, *run)
             before = list(buffer._chunks), buffer.properties
             rollback.undo(self._note, *before)
             moved = [

@@ -11,7 +11,7 @@ from remap.buffers.shares import Share
 from remap.handles import create_handle
 from remap.lifetime import Release, Rollback
 from remap.locations import Device, in_context
-from remap.ranges import Chunk
+from remap.ranges import Chunk, grant
 from remap.residency.flow import Flow, actor, near
 from remap.residency.stores import Asleep, FileJobs
 from remap.sizes import MiB
@@ -134,7 +134,7 @@ class Carried(Portion):
     def lower(self, driver: Any) -> None:
         """Let nobody write any more; the copies have ended."""
         for run in self.buffer._granted_runs(self.chunks):
-            driver.set_access(*run)
+            grant(driver, *run)
 
 
 class Borrowed(Portion):

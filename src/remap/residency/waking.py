@@ -112,6 +112,8 @@ class Arrival:
 
         The host waits until they are mapped. Raises `InUseError` under a capture: what brings them is not in the graph.
         """
+        if part is not None and sum(part) > self.buffer._size:
+            part = None  # through the second view of a ring, where the chunks have other offsets
         self.waking._feed.wait([portion for portion in self.portions if portion.touches(part)], "use")
         last: dict[int, Mark] = {}  # a stream brings its chunks in order, so the last of each is enough
         for mark in self.marks:

@@ -8,12 +8,15 @@ sym.rank(1).to_host()                               # rank 1's memory, with no c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 from remap import drivers
 from remap.errors import AccessError, InUseError, InvalidValueError
 from remap.lifetime import Description, Release, Rollback, Step, drain, queued
 from remap.locations import AccessLike, Device, DeviceLike
+from remap.ranges import Granted
 from remap.sharing.agreement import Agreement
 from remap.sharing.exchange import Exchange
 from remap.sharing.gathering import Gathered, gather, join_team
@@ -52,8 +55,9 @@ class SymmetricBuffer(Span):
         """Create `size` bytes on each rank, and map all of them here. Every rank calls this, with the same size.
 
         `device` holds this rank's memory and reaches the others' (the fastest by default: name one where ranks share
-        a machine). `access` is the right to the other ranks' memory; one's own is always read-write. `handle` says how
-        memory travels: by default as fabric handles if every rank can, else as file descriptors on one host.
+        a machine). `access` is the right to the other ranks' memory, and the most that `set_access` gives there; one's
+        own is read-write at first. `handle` says how memory travels: by default as fabric handles if every rank can,
+        else as file descriptors on one host.
 
         `multicast` asks for a multicast view beside the range: True needs it, None takes it where every rank has it.
         It is off by default, as joining a team can hang machines whose fabric is not set up.
@@ -73,13 +77,14 @@ class SymmetricBuffer(Span):
         self.device: Device = plan.device
         self.handle = plan.kind
         self.rank_size = plan.stride
-        self._others = plan.access
         self._view = view
         self._why_no_view = plan.why_no_multicast
         self._address = found.address
         self._size = plan.stride * exchange.size
         self._chunks = found.chunks
         self._rights = {plan.device.location: Access.READ_WRITE}
+        self._rights_apart = {plan.device.location: plan.access}
+        self._most_apart = plan.access
         self._opened()
 
     @property
@@ -142,17 +147,27 @@ class SymmetricBuffer(Span):
     def _ranges(self) -> list[tuple[int, int]]:
         return [(self._address, self._size)]
 
-    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
+    def _granted_ranges(self) -> list[Granted]:
+        return [(at, size, self._rights_to(rank)) for rank, (at, size, _) in enumerate(self._chunks)]
+
+    def _rights_to(self, rank: int) -> Mapping[Location, Access]:
+        """Return who may touch the memory of one rank."""
+        apart = self._rights_apart
+        return self._rights if rank == self.exchange.rank or apart is None else apart
+
+    def _check_part(
+        self, asked: str, offset: int, size: int, needed: Access, place: Location | None = None
+    ) -> None:
         if needed.writable and not self._part_writable(offset, size):
             raise AccessError(
                 f"{asked} of {size} bytes from offset {offset} of {self.describe()}",
-                rule=f'the memory of other ranks was mapped with access="{self._others}"',
+                rule=f'the memory of other ranks was mapped with access="{self._most_apart}"',
                 next_step='Write to .local, or make it with access="rw"',
             )
 
-    def _part_writable(self, offset: int, size: int) -> bool:
+    def _part_writable(self, offset: int, size: int, place: Location | None = None) -> bool:
         start = self.exchange.rank * self.rank_size
-        return self._others.writable or (start <= offset and offset + size <= start + self.rank_size)
+        return self._most_apart.writable or (start <= offset and offset + size <= start + self.rank_size)
 
     def _detach(self) -> Release:
         driver = self._driver
@@ -166,9 +181,9 @@ class SymmetricBuffer(Span):
         return Facts(reserved=(self._address, self._size), held=self._held())
 
     def _held(self) -> tuple[Held, ...]:
-        rights, own = tuple(self._rights.items()), self.exchange.rank
+        own = self.exchange.rank
         return tuple(
-            Held(*chunk, None, rights, "own" if rank == own else "foreign")
+            Held(*chunk, None, tuple(self._rights_to(rank).items()), "own" if rank == own else "foreign")
             for rank, chunk in enumerate(self._chunks)
         )
 
@@ -231,6 +246,11 @@ class RankView(Span):
         """The one (address, size, location) of this rank's memory. Reading it lets the address escape."""
         return self.whole.chunks[self.number : self.number + 1]
 
+    @property
+    def access(self) -> Mapping[Location, Access]:
+        """The right of each location that has one to this rank's memory."""
+        return MappingProxyType(dict(self.whole._rights_to(self.number)))
+
     def set_access(self, access: AccessLike) -> NoReturn:
         """Refuse: rights are those of the whole buffer."""
         raise InvalidValueError(
@@ -242,10 +262,12 @@ class RankView(Span):
     def _ranges(self) -> list[tuple[int, int]]:
         return [(self._address, self._size)]
 
-    def _check_part(self, asked: str, offset: int, size: int, needed: Access) -> None:
+    def _check_part(
+        self, asked: str, offset: int, size: int, needed: Access, place: Location | None = None
+    ) -> None:
         self.whole._check_part(asked, self._start + offset, size, needed)
 
-    def _part_writable(self, offset: int, size: int) -> bool:
+    def _part_writable(self, offset: int, size: int, place: Location | None = None) -> bool:
         return self.whole._part_writable(self._start + offset, size)
 
     def _begin_close(self) -> NoReturn:
