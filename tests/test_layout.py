@@ -42,6 +42,7 @@ LAYERS = (
         "errors",
         "loading",
         "forks",
+        "registers",
     ),
 )
 """The rooms from top to bottom. A room may import those of lower layers, never its neighbours on the same layer."""

@@ -6,7 +6,6 @@ Creating and releasing memory costs as much as mapping it; what a pool keeps sav
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
 from remap.handles import reclaimers
 from remap.lifetime import Description, Release, Resource, drain, queued
 from remap.locations import LocationLike, device, location
+from remap.registers import Register
 from remap.sizes import Size, format_size, parse_size
 from remap.types import AllocationProperties, Facts, Held, Location
 
@@ -197,7 +197,7 @@ class ChunkPool(Resource):
         )
 
 
-_known: weakref.WeakSet[ChunkPool] = weakref.WeakSet()
+_known: Register[ChunkPool] = Register()
 _defaults: dict[Location, ChunkPool] = {}
 
 
@@ -269,9 +269,7 @@ def release_all(driver: Any, handles: Iterable[int]) -> None:
 def _trim_pools(driver: Any, place: Location) -> int:
     """Give back what all pools of a location keep, for a request that found no memory."""
     return sum(
-        pool._trim(0)
-        for pool in list(_known)
-        if pool._open and pool._driver is driver and pool.location == place
+        pool._trim(0) for pool in _known if pool._open and pool._driver is driver and pool.location == place
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet, ref
+from weakref import ref
 
 from remap.drivers.graph_powers import NodeKind
 from remap.drivers.powers import SupportsRepeats
@@ -20,6 +20,7 @@ from remap.kernels.module import Module
 from remap.launches import MemoryUse, Repeat, Usable, launches, merged
 from remap.lifetime import Description, Release, Resource, Step, epoch, watchers
 from remap.locations import Device, in_context
+from remap.registers import Register
 from remap.sizes import counted
 from remap.spans import Span
 from remap.streams import Queue, Stream, StreamLike, as_stream
@@ -281,7 +282,7 @@ def _used(kept: Iterable[object]) -> list[Usable]:
 
 _UPDATING = "another thread is updating it"
 
-_calling: WeakSet[Executable] = WeakSet()
+_calling: Register[Executable] = Register()
 """Those that call functions of Python."""
 
 
@@ -292,7 +293,7 @@ def _let_runs_end() -> None:
     """
     end, pause = time.monotonic() + _PATIENCE, threading.Event()
     with suppress(RemapError):  # a lost context, or a driver that has gone
-        while any(one._runs() for one in list(_calling)) and time.monotonic() < end:
+        while any(one._runs() for one in _calling) and time.monotonic() < end:
             pause.wait(0.002)
 
 

@@ -28,6 +28,7 @@ from remap.kernels.variant import Variant
 from remap.launches import MemoryUse, PartUse, launches
 from remap.locations import Device
 from remap.locations import device as find_device
+from remap.registers import Register
 from remap.sizes import Size
 from remap.spans import Span
 from remap.streams import StreamCalls, StreamLike, as_stream
@@ -207,11 +208,11 @@ def kernel(function: Callable[..., object] | None = None, /, *, fma: bool = Fals
     return PythonKernel(function, fma)
 
 
-_kernels: weakref.WeakSet[PythonKernel] = weakref.WeakSet()
+_kernels: Register[PythonKernel] = Register()
 
 
 def _leave(driver: Driver) -> None:
-    for one in list(_kernels):
+    for one in _kernels:
         one._leave(driver)
 
 

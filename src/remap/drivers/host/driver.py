@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-from weakref import WeakSet
 
 from remap.drivers.host import linux
 from remap.drivers.host.allocations import Allocations
@@ -44,6 +43,7 @@ from remap.drivers.host.work import OpaqueWork
 from remap.drivers.host.work_calls import WorkCalls
 from remap.drivers.protocol import LEGACY_STREAM
 from remap.errors import CudaResult, driver_error
+from remap.registers import Register
 from remap.sizes import MiB, Size
 from remap.types import (
     Access,
@@ -349,7 +349,7 @@ class HostDriver(WorkCalls, GraphCalls, OptionalCalls):
 def _tell_what_nobody_waited_for() -> None:
     """Say, when the process ends, what kernels did wrongly if no wait came that could raise it."""
     end = time.monotonic() + _PATIENCE
-    for driver in list(_open):
+    for driver in _open:
         guard = driver._guard
         if guard.refusal is None:
             driver._streams.let_end(end)
@@ -357,6 +357,6 @@ def _tell_what_nobody_waited_for() -> None:
             sys.stderr.write(f"remap: nothing waited for a kernel that failed: {error}\n")
 
 
-_open: WeakSet[HostDriver] = WeakSet()
+_open: Register[HostDriver] = Register()
 _PATIENCE = 1.0  # seconds that a process which ends waits for kernels, as one may never return
 atexit.register(_tell_what_nobody_waited_for)

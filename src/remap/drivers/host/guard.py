@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -23,6 +22,7 @@ from remap.errors import (
     refused,
 )
 from remap.forks import in_child
+from remap.registers import Register
 
 
 class Forkable(Protocol):
@@ -96,7 +96,7 @@ class _Process:
     """The fault of this process, if there was one, and the guards that must know of it."""
 
     def __init__(self) -> None:
-        self.guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+        self.guards: Register[Guard] = Register()
         self.lock = threading.Lock()
         self.fault: ContextLostError | None = None
         self.reported = False
@@ -130,7 +130,7 @@ class _Process:
 
     def after_fork(self) -> None:
         guards, self.lock = list(self.guards), threading.Lock()
-        self.guards = weakref.WeakSet()
+        self.guards = Register()
         self.fault, self.reported = None, False
         for guard in guards:
             guard.forked()
