@@ -383,6 +383,19 @@ def test_no_memory_to_grow(stage: Stage) -> None:
         assert np.array_equal(buffer.to_host(shape=1000, offset=256 * MiB - 1000), data)
 
 
+def test_poison_where_nobody_may_write(stage: Stage) -> None:
+    """Growth goes on where nobody may write, without poison; it comes back with the right to write."""
+    del stage
+    for first in ("rw", "r"):
+        with remap.ElasticBuffer(64 * MiB, device=0, chunk=2 * MiB, access=first, poison=True) as buffer:
+            buffer.resize(2 * MiB)
+            buffer.set_access({0: "r"})
+            buffer.resize(4 * MiB)
+            buffer.set_access({0: "rw"})
+            buffer.resize(6 * MiB)
+            assert (buffer.to_host(shape=2 * MiB, offset=4 * MiB) == 0xCB).all()
+
+
 def test_poison_shows_what_is_undefined(stage: Stage) -> None:
     """With `poison=True` every newly committed byte is 0xCB, and no other byte changes (invariant 8, trap 18)."""
     del stage

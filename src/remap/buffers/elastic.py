@@ -42,7 +42,7 @@ class ElasticBuffer(ForkingBuffer):
     Memory comes in chunks: `chunk=` is "geometric" (2 to 64 MiB, growing with the buffer; the default), a size, or
     "exact" (one for each request). Only whole chunks go back: a chunk stays while one of its bytes is committed. New
     chunks go to the resident locations in turn, and have the rights that the buffer was given. Their contents are
-    undefined; `poison=True` fills newly committed bytes with 0xCB.
+    undefined; `poison=True` fills newly committed bytes with 0xCB, as long as somebody may write them.
 
     Growing waits for nothing and disturbs nobody: other threads, and work in flight, go on using what is committed.
     Giving back waits as `close` does, and takes `after=`. With `ahead=` bytes, a thread keeps that much memory mapped
@@ -89,7 +89,7 @@ class ElasticBuffer(ForkingBuffer):
             pool=pool,
             ahead=parse_size(ahead, "ahead"),
         )
-        self._poison = poison and any(right.writable for right in self._rights.values())
+        self._poison = poison
         self._opened()
 
     # -- growing and shrinking --
@@ -213,7 +213,7 @@ class ElasticBuffer(ForkingBuffer):
             for part in self._extents.gaps(start, stop)
             if self._part_writable(part[0], part[1] - part[0])
         ]
-        if not fresh:
+        if not fresh or not any(right.writable for right in self._rights.values()):
             return
         with self._using("poison", Access.READ_WRITE, None) as queue:
             for one, other in fresh:
