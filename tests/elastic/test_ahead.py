@@ -156,6 +156,103 @@ def test_forks_sleep_and_sparse_use_beside_the_thread(stage: Stage) -> None:
         assert (buffer.to_host(shape=28 * MiB, offset=12 * MiB) == 2).all()
 
 
+def offsets(buffer: remap.ElasticBuffer) -> list[int]:
+    """Return where the chunks begin, in MiB."""
+    return [(chunk.address - buffer._address) // MiB for chunk in buffer._chunks]
+
+
+def test_a_part_far_behind_takes_nothing_of_what_waits(stage: Stage) -> None:
+    """What waits goes to whoever needs those bytes: no chunk is kept in which nothing was ever committed."""
+    del stage
+    here = remap.device(0).location
+    with remap.ElasticBuffer("256MiB", device=0, ahead=4 * MiB, chunk=2 * MiB) as buffer:
+        for at in (100, 104, 108):
+            assert buffer.commit(at * MiB, (at + 2) * MiB) == Change(mapped=2 * MiB)
+            assert wait_until(lambda: waiting(buffer) == 4 * MiB)
+        assert offsets(buffer) == [100, 104, 108]
+        assert buffer.footprint() == {here: 10 * MiB}
+        buffer.decommit(100 * MiB, 110 * MiB)
+        assert buffer.footprint() == {}
+
+
+@pytest.mark.parametrize("chunk", ["geometric", "exact", 2 * MiB])
+def test_a_part_in_the_middle_of_what_waits(stage: Stage, chunk: str | int) -> None:
+    """It takes the chunks that it touches; those before it and behind it wait on, for those who touch them."""
+    with remap.ElasticBuffer("256MiB", device=0, ahead=16 * MiB, chunk=chunk) as buffer:
+        buffer.resize(2 * MiB)
+        assert wait_until(lambda: waiting(buffer) >= 16 * MiB)
+        ready = [chunk.address - buffer._address for chunk in buffer._ahead.ready] if buffer._ahead else []
+        mark, before = stage.mark(), waiting(buffer)
+        at = ready[len(ready) // 2]
+        taken = buffer.commit(at, at + 1).mapped
+        assert not CREATES & {call.name for call in stage.since(mark) if call.thread == threading.get_ident()}
+        assert waiting(buffer) == before - taken
+        assert [chunk.address - buffer._address for chunk in buffer._chunks] == [0, at]
+        buffer.fill(3, offset=at, size=1)
+        buffer.resize(40 * MiB)
+        buffer.fill(4, size=at)
+        buffer.fill(4, offset=at + 1)
+        assert buffer.to_host(shape=1, offset=at)[0] == 3
+        chunks = buffer.chunks
+        assert [one.address + one.size for one in chunks[:-1]] == [one.address for one in chunks[1:]]
+        assert wait_until(lambda: waiting(buffer) >= 16 * MiB)
+        buffer.resize(1)
+        assert (waiting(buffer), len(buffer._chunks)) == (0, 1)
+
+
+@pytest.mark.parametrize("call", ["create", "map", "set_access"])
+def test_a_part_that_cannot_be_had_beside_what_waits(stage: Stage, call: str) -> None:
+    """What was taken for it is given back, and the others wait on (invariant 5)."""
+    with remap.ElasticBuffer("64MiB", device=0, ahead=8 * MiB, chunk=2 * MiB) as buffer:
+        buffer.resize(2 * MiB)
+        assert wait_until(lambda: waiting(buffer) == 8 * MiB)
+        buffer.commit(6 * MiB, 7 * MiB)  # leaves chunks at 2, 4 and 8
+        assert wait_until(lambda: waiting(buffer) == 6 * MiB)
+        stage.faulty.fail(call)
+        with pytest.raises(remap.DriverError):
+            buffer.commit(8 * MiB, 12 * MiB)
+        stage.faulty.heal()
+        assert buffer.extents == ((0, 2 * MiB), (6 * MiB, 7 * MiB))
+        assert offsets(buffer) == [0, 6]
+        buffer.resize(12 * MiB)
+        buffer.fill(1)
+        assert offsets(buffer) == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.two_devices
+def test_what_waits_when_the_buffer_moves(stage: Stage) -> None:
+    """It does not stay behind: it is given back, growth goes on at the new place, and so does giving it to others."""
+    there = remap.device(1).location
+    with remap.ElasticBuffer("512MiB", device=0, accessing=[0, 1], ahead=16 * MiB, chunk=2 * MiB) as buffer:
+        buffer.resize(4 * MiB)
+        assert wait_until(lambda: waiting(buffer) == 16 * MiB)
+        remap.migrate(buffer, 1)
+        assert buffer.footprint() == {there: 4 * MiB}
+        buffer.resize(6 * MiB)
+        assert wait_until(lambda: waiting(buffer) == 16 * MiB)
+        assert buffer.footprint() == {there: 22 * MiB}
+        if stage.inner.name == "cuda":
+            return  # it would fill the GPU
+        with remap.create(remap.device(1).memory().free + 2 * MiB, at=1):
+            assert waiting(buffer) == 0
+
+
+def test_what_waits_cannot_be_given_back(stage: Stage) -> None:
+    """A move that is refused at that leaves the buffer where it was, with what waits (invariant 5)."""
+    here = remap.device(0).location
+    with remap.ElasticBuffer("64MiB", device=0, ahead=8 * MiB, chunk=2 * MiB) as buffer:
+        buffer.resize(2 * MiB)
+        buffer.fill(6)
+        assert wait_until(lambda: waiting(buffer) == 8 * MiB)
+        stage.faulty.fail("unmap")
+        with pytest.raises(remap.DriverError):
+            remap.migrate(buffer, remap.Host())
+        stage.faulty.heal()
+        assert buffer.footprint() == {here: 10 * MiB}
+        buffer.resize(10 * MiB)
+        assert (buffer.to_host(shape=2 * MiB) == 6).all()
+
+
 def test_the_thread_ends_with_its_owner(stage: Stage) -> None:
     """Closing a buffer, or collecting it, ends its thread, which the first growth begins, and gives all back."""
     before, running = stage.seen(), threads()

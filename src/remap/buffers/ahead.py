@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
+from remap.buffers.base import runs
 from remap.chunks.sizes import ChunkSizes
 from remap.chunks.supply import Supply
 from remap.errors import RemapError
 from remap.handles import reclaimers
 from remap.lifetime import undo
 from remap.ranges import Chunk
+from remap.registers import Register
 from remap.types import Grants, Location
 
 
 class Ahead:
     """Chunks that are mapped and belong to nobody yet: at least `margin` bytes of them, as far as memory goes.
 
-    They lie one after the other from the end of what the buffer has mapped from its first byte on. The thread works
-    between `go` and the next `take`, `leaving` or `flush`; it begins with the first `go`, and knows nothing of the
-    buffer, so that it cannot keep it alive. Its own lock is held while it maps one chunk: whoever needs the chunks
-    waits for that one at most, and no driver call of others waits at all. Whoever runs out of memory takes everything
-    back (`reclaimers`), and the thread itself never takes from others.
+    They follow the end of what the buffer has mapped from its first byte on; a request for a part in the middle takes
+    only those that it touches, and the others stay. The thread works between `go` and the next `take`, `leaving` or
+    `flush`; it begins with the first `go`, and knows nothing of the buffer, so that it cannot keep it alive. Its own
+    lock is held while it maps one chunk: whoever needs the chunks waits for that one at most, and no driver call of
+    others waits at all. Whoever runs out of memory takes everything back (`reclaimers`), and the thread itself never
+    takes from others.
     """
 
     def __init__(
@@ -67,21 +69,19 @@ class Ahead:
         """The chunks that wait to be taken, as they are at this moment; takes no lock."""
         return tuple(self._ready)
 
-    def take(self, front: int, stop: int) -> list[Chunk]:
-        """Return the chunks from offset `front` on that begin before `stop`, and hold the thread back.
-
-        They are the caller's then; chunks that do not follow on each other from there are given back instead.
-        """
+    def take(self, start: int, stop: int) -> list[Chunk]:
+        """Return the chunks that have a byte between two offsets, which are the caller's then; hold the thread back."""
+        first, end = self._base + start, self._base + stop
         self._wanted = True
         with self._lock:
             self._wanted = False
             self._held = True
-            if self._ready and self._ready[0].address != self._base + front:
-                self._unmap()
-            end = self._base + stop
-            count = sum(1 for chunk in self._ready if chunk.address < end)
-            taken, self._ready = self._ready[:count], self._ready[count:]
-            self._bytes -= sum(chunk.size for chunk in taken)
+            ready = self._ready
+            taken = [chunk for chunk in ready if chunk.address < end and first < chunk.address + chunk.size]
+            if taken:
+                at = ready.index(taken[0])
+                self._ready = [*ready[:at], *ready[at + len(taken) :]]
+                self._bytes -= sum(chunk.size for chunk in taken)
             return taken
 
     def go(self, front: int, room: int, before: int, last: Location | None) -> None:
@@ -116,21 +116,20 @@ class Ahead:
             self._supply.lose(self._ready)
             self._ready, self._bytes = [], 0
 
-    def flush(self) -> int:
-        """Give everything back that waits, hold the thread back, and return the bytes that this freed."""
+    def flush(self) -> list[Chunk]:
+        """Give everything back that waits, hold the thread back, and return what that was."""
         self._wanted = True
         with self._lock:
             self._wanted = False
             self._held = True
-            return self._unmap()
-
-    def _unmap(self) -> int:
-        freed = self._bytes
-        if freed:
-            self._driver.unmap(self._ready[0].address, freed)
-            self._supply.lose(self._ready)
-            self._ready, self._bytes = [], 0
-        return freed
+            gone: list[Chunk] = []
+            for address, size in runs(self._ready):
+                self._driver.unmap(address, size)
+                some = [chunk for chunk in self._ready if chunk.address < address + size]
+                self._supply.lose(some)
+                self._ready, self._bytes = self._ready[len(some) :], self._bytes - size
+                gone += some
+            return gone
 
     def end(self) -> None:
         """End the thread once it is idle; `go` would begin another."""
@@ -182,7 +181,7 @@ class Ahead:
             raise
 
 
-_known: weakref.WeakSet[Ahead] = weakref.WeakSet()
+_known: Register[Ahead] = Register()
 
 
 def next_place(places: Sequence[Location], last: Location | None) -> Location:
@@ -195,11 +194,12 @@ def next_place(places: Sequence[Location], last: Location | None) -> Location:
 def _flush_all(driver: Any, place: Location) -> int:
     """Give back what threads have mapped ahead on a location, for a request that found no memory."""
     freed = 0
-    for one in list(_known):
-        if one._driver is driver and place in one._places:
+    for one in _known:
+        # Where it lies, and not where it was meant to lie: the buffer may have been moved.
+        if one._driver is driver and any(chunk.location == place for chunk in one.ready):
             # Refused while a kernel runs that may touch anything: then there is nothing to give back.
             with suppress(RemapError):
-                freed += one.flush()
+                freed += sum(chunk.size for chunk in one.flush() if chunk.location == place)
     return freed
 
 

@@ -173,6 +173,10 @@ class Buffer(Span):
         """Return chunks as they are mapped: each once, but in rings, where all of them follow once more."""
         return chunks
 
+    def _flush(self) -> Sequence[Chunk]:
+        """Give back what is mapped and belongs to nobody yet, and return what that was."""
+        return ()
+
     def _unmap_chunks(self) -> None:
         """Unmap all chunks, run by run; the mappings were all that kept their memory."""
         for address, size in runs(self._mappings(self._chunks)):

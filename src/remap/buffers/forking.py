@@ -145,8 +145,7 @@ class ForkingBuffer(GrowingBuffer):
                     rule=f"{len(self._shares)} of its chunks are shared with forks, which need them as they are",
                     next_step="Call make_private() first, or close the forks",
                 )
-            if self._ahead is not None:
-                self._ahead.flush()
+            self._flush()
             super().set_access(access)
             self._grant(tuple(self._rights.items()))
 

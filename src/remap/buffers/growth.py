@@ -151,7 +151,7 @@ class GrowingBuffer(ChangingBuffer):
     def _map_new(self, start: int, stop: int) -> list[Chunk]:
         new: list[Chunk] = []
         if self._ahead is not None and stop > self._front:
-            new = self._ahead.take(self._front, stop)
+            new = self._ahead.take(start, stop)
         try:
             holes = self._holes(start, stop, new)
             try:
@@ -166,19 +166,17 @@ class GrowingBuffer(ChangingBuffer):
         return new
 
     def _holes(self, start: int, stop: int, new: Sequence[Chunk]) -> list[Hole]:
-        """Return where chunks are missing between two offsets; `new` are chunks behind the front."""
+        """Return where chunks are missing between two offsets; `new` are chunks that nobody can see yet."""
         unit, base = self._sizes.unit, self._address
         start = start // unit * unit
         stop = min(round_up(stop, unit), self.capacity)
-        front = self._front
-        if new:
-            front = new[-1].address + new[-1].size - base
-        at = max(start, front) if start <= front else start
+        at = max(start, self._front)
         holes: list[Hole] = []
         chunks = self._chunks
         index = max(self._index(at + 1) - 1, 0)  # the chunk that holds `at`, if any does
-        before = self._mapped_before(at, index) if at > front or self._shares else at
-        for chunk in chunks[index : self._index(stop)]:
+        before = self._mapped_before(at, index) if at > self._front or self._shares else at
+        found = chunks[index : self._index(stop)]
+        for chunk in sorted([*found, *new]) if new else found:
             offset = chunk.address - base
             if offset > at:
                 holes.append(Hole(at, offset, offset, before))
@@ -189,6 +187,8 @@ class GrowingBuffer(ChangingBuffer):
         if at < stop:
             following = self._index(stop)
             room = chunks[following].address - base if following < len(chunks) else self.capacity
+            waiting = () if self._ahead is None else self._ahead.ready
+            room = min([room, *[chunk.address - base for chunk in waiting if chunk.address - base >= stop]])
             holes.append(Hole(at, stop, room, before))
         return holes
 
@@ -293,7 +293,7 @@ class GrowingBuffer(ChangingBuffer):
         they are as they were.
         """
         self._wait(doing, after)
-        waiting = self._ahead.flush() if self._ahead is not None else 0
+        waiting = sum(chunk.size for chunk in self._flush())
         doomed = self._chunks[first:last]
         if not doomed:
             return Change(0, waiting, 0)
@@ -329,6 +329,9 @@ class GrowingBuffer(ChangingBuffer):
         ]
 
     # -- for residency, and for closing --
+
+    def _flush(self) -> Sequence[Chunk]:
+        return () if self._ahead is None else self._ahead.flush()
 
     def _unmap_chunks(self) -> None:
         """Unmap everything in one call: all of it, or nothing."""

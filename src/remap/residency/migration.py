@@ -172,6 +172,7 @@ class _Move:
     def swap(self, rollback: Rollback) -> None:
         """Put the new memory behind the addresses; `rollback` puts the old memory back."""
         driver, buffer, shares = self._driver, self.buffer, shares_of(self.buffer)
+        buffer._flush()  # it would stay behind
         with driver.lock:
             chunks = [] if buffer._paused else self.chunks
             mapped, granted = buffer._mappings(chunks), buffer._granted_runs(chunks)
