@@ -176,6 +176,8 @@ class Range(Resource):
 
     def _capped(self, grants: Grants) -> Grants:
         """Return what the part with rights of its own is given."""
+        if self._most_apart.writable:
+            return grants
         return tuple((place, min(right, self._most_apart, key=_order)) for place, right in grants)
 
     def get_access(self, where: LocationLike) -> Access:

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 import remap
 from remap import MiB, drivers, lifetime
+from remap.testing.bench import wait_until
 
 GRANULE = 64 << 10  # there are thousands of places: filling and comparing megabytes at each takes a minute
 SIZE = 2 * GRANULE
@@ -304,6 +306,66 @@ def test_interrupted_forking(act: str) -> None:
         made[:] = family(1)
     for one in made:
         one.close()
+
+
+CHANGES: dict[str, Callable[[remap.ElasticBuffer], object]] = {
+    "grow": lambda one: one.resize(6 * GRANULE),
+    "shrink": lambda one: one.resize(GRANULE),
+    "commit": lambda one: one.commit(5 * GRANULE, 7 * GRANULE),
+    "decommit": lambda one: one.decommit(GRANULE, 3 * GRANULE),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_interrupted_changes(change: str, pooled: bool, ahead: bool) -> None:
+    """What a buffer says is mapped, and nothing else; pools count as much; and it grows and shrinks on (4, 5, 14).
+
+    Places in the driver are left out: on CUDA nothing can be interrupted there.
+    """
+    rooms = tuple(str(Path(remap.__file__).parent / room) for room in ("buffers", "chunks"))
+    made: list[remap.ElasticBuffer] = []
+    pool = remap.ChunkPool(0, limit=8 * GRANULE)
+
+    def make() -> None:
+        pool.trim()
+        margin = 2 * GRANULE if ahead else 0
+        one = remap.ElasticBuffer(
+            8 * GRANULE, device=0, chunk=GRANULE, pool=pool if pooled else None, ahead=margin
+        )
+        made[:] = [one]
+        one.resize(4 * GRANULE)
+        one.fill(1)
+        assert one._ahead is None or wait_until(lambda: one._ahead is not None and one._ahead.bytes == margin)
+
+    def lost() -> int:
+        return before - free() - sum(made[0].footprint().values()) - pool.statistics().kept
+
+    def settled(allowed: set[int]) -> bool:
+        counted = sum(made[0].footprint().values()) if pooled else 0
+        return lost() in allowed and pool.statistics().used == counted
+
+    before = free()
+    make()
+    for done in every(lambda: CHANGES[change](made[0]), rooms):
+        one, handle = made[0], done.releasing or "retain" in done.where
+        assert not one._changing, done.where
+        assert not one._taken, done.where
+        # Its thread may just be mapping more.
+        assert wait_until(partial(settled, {0, GRANULE} if handle else {0})), done.where
+        before -= lost()
+        for start, stop in one.extents:
+            if start < 4 * GRANULE:
+                contents = one.to_host(shape=min(stop, 4 * GRANULE) - start, offset=start)
+                assert (contents == 1).all(), done.where
+        one.resize(8 * GRANULE)
+        one.fill(2)
+        one.close()
+        make()
+    made[0].close()
+    pool.close()
+    assert free() == before
 
 
 @pytest.mark.parametrize("after", [False, True])

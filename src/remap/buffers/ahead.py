@@ -69,8 +69,8 @@ class Ahead:
         """The chunks that wait to be taken, as they are at this moment; takes no lock."""
         return tuple(self._ready)
 
-    def take(self, start: int, stop: int) -> list[Chunk]:
-        """Return the chunks that have a byte between two offsets, which are the caller's then; hold the thread back."""
+    def take(self, start: int, stop: int, new: list[Chunk]) -> None:
+        """Move the chunks that have a byte between two offsets to the caller's `new` ones, and hold the thread back."""
         first, end = self._base + start, self._base + stop
         self._wanted = True
         with self._lock:
@@ -79,10 +79,11 @@ class Ahead:
             ready = self._ready
             taken = [chunk for chunk in ready if chunk.address < end and first < chunk.address + chunk.size]
             if taken:
-                at = ready.index(taken[0])
-                self._ready = [*ready[:at], *ready[at + len(taken) :]]
-                self._bytes -= sum(chunk.size for chunk in taken)
-            return taken
+                at, size = ready.index(taken[0]), sum(chunk.size for chunk in taken)
+                rest = [*ready[:at], *ready[at + len(taken) :]]
+                # No call from here on: an interrupt finds them in one of both lists.
+                new += taken
+                self._ready, self._bytes = rest, self._bytes - size
 
     def go(self, front: int, room: int, before: int, last: Location | None) -> None:
         """Let the thread map from offset `front` up to `room`, or behind what is still there.
@@ -122,14 +123,25 @@ class Ahead:
         with self._lock:
             self._wanted = False
             self._held = True
-            gone: list[Chunk] = []
-            for address, size in runs(self._ready):
-                self._driver.unmap(address, size)
-                some = [chunk for chunk in self._ready if chunk.address < address + size]
-                self._supply.lose(some)
-                self._ready, self._bytes = self._ready[len(some) :], self._bytes - size
-                gone += some
-            return gone
+            ready, self._ready, self._bytes = self._ready, [], 0
+            address = 0
+            try:
+                for address, size in runs(ready):
+                    self._driver.unmap(address, size)
+                self._supply.lose(ready)
+            except Exception:  # nothing from that run on has gone
+                self._ready = [chunk for chunk in ready if chunk.address >= address]
+                self._bytes = sum(chunk.size for chunk in self._ready)
+                self._supply.lose(ready[: len(ready) - len(self._ready)])
+                raise
+            except (
+                BaseException
+            ) as error:  # an interrupt: it is done again, since unmapping nothing is fine (T7)
+                for run in runs(ready):
+                    undo(error, self._driver.unmap, *run)
+                undo(error, self._supply.lose, ready)
+                raise
+            return ready
 
     def end(self) -> None:
         """End the thread once it is idle; `go` would begin another."""

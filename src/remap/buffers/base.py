@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from remap import drivers
 from remap.buffers.placement import Placement, one_place, place
 from remap.buffers.registrations import Registration
-from remap.errors import InUseError, OutOfMemoryError, PausedError
+from remap.errors import InUseError, OutOfMemoryError, PausedError, RemapError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.launches import launches
 from remap.lifetime import Description, Release, Rollback, call_all, drain, queued, undo
@@ -317,6 +317,16 @@ def create_mapped(driver: Any, address: int, size: int, properties: AllocationPr
     except BaseException as error:
         undo(error, driver.unmap, address, size)
         raise
+
+
+def all_mapped(driver: Any, chunks: Iterable[Chunk]) -> bool:
+    """Tell whether all of some chunks are still mapped, after a failure in the middle of unmapping them."""
+    try:
+        for chunk in chunks:
+            driver.release(driver.retain(chunk.address))
+    except RemapError:
+        return False
+    return True
 
 
 def runs(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:

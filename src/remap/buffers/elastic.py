@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 from remap import drivers
-from remap.buffers.base import POISON
+from remap.buffers.base import POISON, all_mapped
 from remap.buffers.forking import ForkingBuffer
 from remap.buffers.growth import Change
 from remap.buffers.placement import one_place, place
+from remap.buffers.shares import Doomed
 from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike, parse_chunk
 from remap.errors import AccessError, InvalidValueError
@@ -29,7 +30,8 @@ Part: TypeAlias = tuple[int, int]
 """A part of a buffer as (start, stop) offsets."""
 
 _NOTHING = Change()
-_NO_BYTES = (0, 0)
+_NOBODY = Doomed((), (), [])
+_NO_BYTES = _NO_CHUNKS = (0, 0)
 
 
 class ElasticBuffer(ForkingBuffer):
@@ -122,18 +124,14 @@ class ElasticBuffer(ForkingBuffer):
     def _resize(self, size: int, after: After, detach: bool) -> Change:
         self._check_bounds("resize", 0, size)
         with self._change("resized"):
-            grown, waiting = size > self._size, self._ahead is not None and self._ahead.bytes
-            new = self._grow(0, size)
-            first, last = self._index(size), len(self._chunks)
-            kept, gone = (0, size), (size, self.capacity)
-            if first < last or (waiting and not grown):
-                given_back = self._give_back(first, last, after, detach, new, kept, gone)
-            else:
-                given_back = _NOTHING
-                self._settle(new, kept, gone)
+            grown, waiting = size > self._size, self._ahead is not None and self._ahead.bytes > 0
+            doomed = self._index(size), len(self._chunks)
+            change = self._apply(
+                (0, size), (size, self.capacity), doomed, after, detach, flush=waiting and not grown
+            )
             if grown:
                 self._prepare_more()
-        return self._done(new, given_back)
+        return self._done(change)
 
     def commit(self, start: Size, stop: Size) -> Change:
         """Back the bytes from `start` up to `stop`, and say what that changed; the rest stays as it is.
@@ -143,10 +141,9 @@ class ElasticBuffer(ForkingBuffer):
         first, last = parse_size(start, "start"), parse_size(stop, "stop")
         self._check_bounds("commit", first, last)
         with self._change("committed"):
-            new = self._grow(first, last)
-            self._settle(new, (first, last), _NO_BYTES)
+            change = self._apply((first, last), _NO_BYTES, _NO_CHUNKS)
             self._prepare_more()
-        return self._done(new, _NOTHING)
+        return self._done(change)
 
     def decommit(
         self, start: Size, stop: Size, *, after: After = Known.STREAMS, detach: bool = False
@@ -159,13 +156,8 @@ class ElasticBuffer(ForkingBuffer):
         first, last = parse_size(start, "start"), parse_size(stop, "stop")
         self._check_bounds("decommit", first, last)
         with self._change("decommitted"):
-            one, other = self._left_alone(first, last)
-            if one < other:
-                given_back = self._give_back(one, other, after, detach, [], _NO_BYTES, (first, last))
-            else:
-                given_back = _NOTHING
-                self._settle([], _NO_BYTES, (first, last))
-        return self._done([], given_back)
+            change = self._apply(_NO_BYTES, (first, last), self._left_alone(first, last), after, detach)
+        return self._done(change)
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -196,24 +188,61 @@ class ElasticBuffer(ForkingBuffer):
 
     # -- the steps of a change --
 
-    def _grow(self, start: int, stop: int) -> list[Chunk]:
-        """Map what is missing of a part, and poison what is newly committed; nobody sees it yet."""
-        new = self._map(start, stop)
-        if self._poison:
-            try:
-                self._fill_fresh(start, stop)
-            except BaseException as error:
+    def _apply(
+        self,
+        kept: Part,
+        gone: Part,
+        indices: tuple[int, int],
+        after: After = Known.STREAMS,
+        detach: bool = False,
+        *,
+        flush: bool = False,
+    ) -> Change:
+        """Commit a part, give another one back, and unmap the chunks of two indices: all of it, or nothing.
+
+        `flush` gives back what is mapped ahead, too, as is done wherever chunks go. An interrupt that comes when chunks
+        have gone, or somebody may have seen new ones, is raised when the rest is done.
+        """
+        doomed, done = _NOBODY, _NOTHING
+        giving = flush or indices[0] < indices[1]
+        settling = False
+        new = self._map(*kept)
+        try:
+            self._fill_fresh(*kept)
+            with self._excluding("shrunk", detach=detach) if giving else nullcontext():
+                try:
+                    if giving:
+                        self._wait("shrunk", after)
+                        doomed = self._doomed(*indices)
+                        done = self._unmap(doomed)
+                    settling = True
+                    self._settle(new, doomed, kept, gone)
+                except BaseException as error:
+                    if not isinstance(error, Exception) and not all_mapped(self._driver, doomed.chunks):
+                        settling = True
+                        undo(error, self._driver.unmap, *doomed.range)  # nothing is fine, too (T7)
+                        undo(error, self._supply.lose, doomed.own)
+                    if settling:
+                        undo(error, self._settle, new, doomed, kept, gone)
+                    raise
+        except BaseException as error:
+            if settling:
+                undo(error, self._changed)
+            else:
                 undo(error, self._unmap_new, new)
-                raise
-        return new
+            raise
+        return Change(sum([chunk.size for chunk in new]), done.freed, done.pooled) if new or giving else done
 
     def _fill_fresh(self, start: int, stop: int) -> None:
+        """Poison what is newly committed, where somebody may write it."""
+        if not self._poison or not any(right.writable for right in self._rights.values()):
+            return
         fresh = [
             part
             for part in self._extents.gaps(start, stop)
             if self._part_writable(part[0], part[1] - part[0])
         ]
-        if not fresh or not any(right.writable for right in self._rights.values()):
+        if not fresh:
             return
         with self._using("poison", Access.READ_WRITE, None) as queue:
             for one, other in fresh:
@@ -223,24 +252,10 @@ class ElasticBuffer(ForkingBuffer):
                 else:
                     ctypes.memset(self._address + one, POISON, other - one)
 
-    def _give_back(
-        self, first: int, last: int, after: After, detach: bool, new: list[Chunk], kept: Part, gone: Part
-    ) -> Change:
-        """Unmap the chunks of two indices, and `_settle` with that; after a failure `new` is unmapped, and no other."""
-        try:
-            with self._excluding("shrunk", detach=detach):
-                given_back = self._unmap(first, last, "shrunk", after)
-                with self._driver.lock:
-                    self._forget(first, last)
-                    self._settle(new, kept, gone)
-        except BaseException as error:
-            undo(error, self._unmap_new, new)
-            raise
-        return given_back
-
-    def _settle(self, new: list[Chunk], kept: Part, gone: Part) -> None:
-        """Let everybody see new chunks, which bytes are committed now, and which are not any more."""
+    def _settle(self, new: list[Chunk], doomed: Doomed, kept: Part, gone: Part) -> None:
+        """Let everybody see which chunks there are, and which bytes are committed; doing so again is fine."""
         with self._driver.lock:
+            self._forget(doomed)
             self._publish(new)
             self._extents.add(*kept)
             if self._extents.overlaps(*gone):
@@ -248,10 +263,10 @@ class ElasticBuffer(ForkingBuffer):
                 launches.renew()  # also where no chunk goes: launches have to look again which bytes they may use
             self._size = self._extents.end
 
-    def _done(self, new: list[Chunk], given_back: Change) -> Change:
-        if new or given_back is not _NOTHING:
+    def _done(self, change: Change) -> Change:
+        if change is not _NOTHING:
             self._changed()
-        return Change(sum(chunk.size for chunk in new), given_back.freed, given_back.pooled)
+        return change
 
     def _left_alone(self, start: int, stop: int) -> tuple[int, int]:
         """Return the indices of the chunks that lie in a part, and have no committed byte outside of it."""

@@ -46,8 +46,9 @@ class Extents:
         left = (self.starts[first], min(start, self.stops[first]))
         right = (max(stop, self.starts[last - 1]), self.stops[last - 1])
         kept = [(one, other) for one, other in (left, right) if one < other]
-        self.starts[first:last] = [one for one, _ in kept]
-        self.stops[first:last] = [other for _, other in kept]
+        starts, stops = [one for one, _ in kept], [other for _, other in kept]
+        # Both at once: an interrupt comes where a call returns.
+        self.starts[first:last], self.stops[first:last] = starts, stops
 
     def covers(self, start: int, stop: int) -> bool:
         """Tell whether all bytes from `start` up to `stop` are in the set."""

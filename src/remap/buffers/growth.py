@@ -17,7 +17,7 @@ from remap.buffers.base import Buffer
 from remap.buffers.changes import ChangingBuffer
 from remap.buffers.extents import Extents
 from remap.buffers.placement import Placement
-from remap.buffers.shares import Left, leave, read_only
+from remap.buffers.shares import Doomed, Left, leave, read_only
 from remap.chunks.pool import ChunkPool, pools_of
 from remap.chunks.sizes import ChunkSizes
 from remap.chunks.supply import Supply
@@ -29,7 +29,6 @@ from remap.ranges import Granted
 from remap.sizes import format_size, round_up
 from remap.spans import Chunk
 from remap.types import Grants, Held, Location
-from remap.uses import After
 
 
 class Change(NamedTuple):
@@ -150,9 +149,9 @@ class GrowingBuffer(ChangingBuffer):
 
     def _map_new(self, start: int, stop: int) -> list[Chunk]:
         new: list[Chunk] = []
-        if self._ahead is not None and stop > self._front:
-            new = self._ahead.take(start, stop)
         try:
+            if self._ahead is not None and stop > self._front:
+                self._ahead.take(start, stop, new)
             holes = self._holes(start, stop, new)
             try:
                 new += self._fill_holes(holes, tight=False)
@@ -217,9 +216,9 @@ class GrowingBuffer(ChangingBuffer):
                 for size in sizes:
                     place = next_place(self._places, place)
                     chunk = Chunk(at, size, place)
-                    handle = supply.take(chunk)
                     # Noted before: an interrupt may come with the mapping done, and unmapping nothing is fine (T7).
                     new.append(chunk)
+                    handle = supply.take(chunk)
                     try:
                         driver.map(at, size, handle)
                     except BaseException as error:
@@ -254,13 +253,15 @@ class GrowingBuffer(ChangingBuffer):
         self._supply.lose(new)
 
     def _publish(self, new: Sequence[Chunk]) -> None:
-        """Let everybody see new chunks; the caller holds the lock."""
+        """Let everybody see new chunks; the caller holds the lock. Doing so again, after an interrupt, is fine."""
         if not new:
             return
         chunks, base = self._chunks, self._address
         at = self._index(new[0].address - base)
         if at == len(chunks):
             chunks.extend(new)
+        elif chunks[at] == new[0]:  # and so all of them, which were put there in one call
+            pass
         elif at == self._index(new[-1].address - base):
             chunks[at:at] = new
         else:
@@ -286,37 +287,39 @@ class GrowingBuffer(ChangingBuffer):
 
     # -- shrinking --
 
-    def _unmap(self, first: int, last: int, doing: str, after: After) -> Change:
-        """Unmap the chunks of two indices and what was mapped ahead, once the work that may use them has ended.
+    def _doomed(self, first: int, last: int) -> Doomed:
+        """Return what is known of the chunks of two indices before they go; the caller holds `_excluding`."""
+        chunks = self._chunks[first:last]
+        if not self._shares:
+            return Doomed(chunks, chunks, [])
+        with self._driver.lock:  # nobody else leaves a chunk between the two looks at it
+            return Doomed(chunks, [chunk for chunk in chunks if self._sole(chunk)], self._leaving(chunks))
 
-        The caller holds `_excluding`, and takes the chunks off the list when this has succeeded; after a failure
-        they are as they were.
-        """
-        self._wait(doing, after)
+    def _unmap(self, doomed: Doomed) -> Change:
+        """Unmap chunks that nothing uses any more, and what was mapped ahead; after a failure they are as they were."""
         waiting = sum(chunk.size for chunk in self._flush())
-        doomed = self._chunks[first:last]
-        if not doomed:
+        if not doomed.chunks:
             return Change(0, waiting, 0)
-        own = [chunk for chunk in doomed if self._sole(chunk)] if self._shares else doomed
-        start = doomed[0].address
-        pooled = self._supply.unmap(start, doomed[-1].address + doomed[-1].size - start, own)
-        return Change(0, sum([chunk.size for chunk in own]) + waiting - pooled, pooled)
+        pooled = self._supply.unmap(*doomed.range, doomed.own)
+        return Change(0, sum([chunk.size for chunk in doomed.own]) + waiting - pooled, pooled)
 
     def _sole(self, chunk: Chunk) -> bool:
         """Tell whether a chunk is mapped here and nowhere else."""
         share = self._shares.get(chunk.address)
         return share is None or share.users == 1
 
-    def _forget(self, first: int, last: int) -> None:
-        """Take chunks that were unmapped off the list; the caller holds the lock."""
-        doomed = self._chunks[first:last]
-        if not doomed:
+    def _forget(self, doomed: Doomed) -> None:
+        """Take chunks that were unmapped off the list; the caller holds the lock. Doing so again is fine."""
+        if not doomed.chunks:
             return
-        self._front = min(self._front, doomed[0].address - self._address)
+        address, size = doomed.range
+        start = address - self._address
+        self._front = min(self._front, start)
+        first, last = self._index(start), self._index(start + size)
         del self._chunks[first:last]
         if self._shares:
-            leave(self._leaving(doomed), self._driver.lock)
-            for chunk in doomed:
+            leave(doomed.left, self._driver.lock)
+            for chunk in doomed.chunks:
                 self._shares.pop(chunk.address, None)
                 self._supply.lent.pop(chunk.address, None)
 

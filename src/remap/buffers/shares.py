@@ -49,6 +49,20 @@ class Left(NamedTuple):
     last: bool
 
 
+class Doomed(NamedTuple):
+    """Chunks that are to go, in order: all of them, those that nobody shares, and what is known of the others."""
+
+    chunks: Sequence[Chunk]
+    own: Sequence[Chunk]
+    left: list[Left]
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The (address, size) from the first to the last one."""
+        start, last = self.chunks[0].address, self.chunks[-1]
+        return start, last.address + last.size - start
+
+
 def leave(all_left: list[Left], lock: AbstractContextManager[Any]) -> None:
     """Count one user less of each, and empty the list: doing so again goes on after an interrupt."""
     lost: list[Left] = []

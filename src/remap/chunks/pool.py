@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from remap import drivers
 from remap.errors import CudaResult, InvalidValueError, RemapError, driver_error
 from remap.handles import reclaimers
-from remap.lifetime import Description, Release, Resource, drain, queued
+from remap.lifetime import Description, Release, Resource, drain, queued, undo
 from remap.locations import LocationLike, device, location
 from remap.registers import Register
 from remap.sizes import Size, format_size, parse_size
@@ -108,7 +108,9 @@ class ChunkPool(Resource):
         with self._lock:
             while self._kept_bytes > to:
                 key, handles = next(iter(self._kept.items()))
-                doomed.append(handles.pop())
+                # No call from here on: an interrupt finds it in one of both lists.
+                doomed += handles[-1:]
+                del handles[-1]
                 if not handles:
                     del self._kept[key]
                 self._kept_bytes -= key[1]
@@ -120,59 +122,78 @@ class ChunkPool(Resource):
 
     def lend(self, properties: AllocationProperties, size: int, create: Callable[..., int]) -> int:
         """Return a handle of such an allocation: one that was kept, else a new one."""
-        with self._lock:
-            if self.used_limit is not None and self._used + size > self.used_limit:
-                raise driver_error(
-                    "cuMemCreate",
-                    CudaResult.OUT_OF_MEMORY,
-                    asked=f"{format_size(size)} from {self.describe()}",
-                    rule=f"buffers use {format_size(self._used)} of it, and its used_limit is "
-                    f"{format_size(self.used_limit)}",
-                    next_step="Shrink or close one, or raise the limit",
-                )
-            self._count(size)
-            handles = self._kept.get((properties, size))
-            if handles:
-                handle = handles.pop()
-                self._kept_bytes -= size
-                if not handles:
-                    del self._kept[properties, size]
-                self._hits += 1
-                return handle
-            self._misses += 1
+        handle = counted = 0
         try:
-            return create(self._driver, size, properties)
-        except BaseException:
-            self.lose(size)
+            with self._lock:
+                if self.used_limit is not None and self._used + size > self.used_limit:
+                    raise driver_error(
+                        "cuMemCreate",
+                        CudaResult.OUT_OF_MEMORY,
+                        asked=f"{format_size(size)} from {self.describe()}",
+                        rule=f"buffers use {format_size(self._used)} of it, and its used_limit is "
+                        f"{format_size(self.used_limit)}",
+                        next_step="Shrink or close one, or raise the limit",
+                    )
+                handles = self._kept.get((properties, size))
+                # No call until it is counted: an interrupt finds all of that done, or nothing.
+                if handles:
+                    handle = handles[-1]
+                    del handles[-1]
+                    self._kept_bytes -= size
+                    if not handles:
+                        del self._kept[properties, size]
+                    self._hits += 1
+                else:
+                    self._misses += 1
+                self._used, counted = self._used + size, size
+                self._note_peaks()
+            return handle or create(self._driver, size, properties)
+        except BaseException as error:
+            self.lose(counted)
+            if handle:
+                undo(error, self._driver.release, handle)
             raise
 
-    def _count(self, size: int) -> None:
-        self._used += size
+    def _note_peaks(self) -> None:
         self._used_peak = max(self._used_peak, self._used)
         self._reserved_peak = max(self._reserved_peak, self._used + self._kept_bytes)
 
     def gain(self, size: int) -> None:
         """Count memory that a buffer got in another way: when it was resumed, say."""
         with self._lock:
-            self._count(size)
+            self._used += size
+            self._note_peaks()
 
     def lose(self, size: int) -> None:
         """Count memory that a buffer gave back to the driver itself."""
         with self._lock:
             self._used -= size
 
+    def lose_lent(self, size: int, lent: dict[int, ChunkPool], address: int) -> None:
+        """Do the same, and note in `lent` that the chunk at an address is not counted any more: both, or neither."""
+        with self._lock:
+            self._used -= size
+            del lent[address]
+
     @property
     def room(self) -> int:
         """How many more bytes it would keep."""
         return self.limit - self._kept_bytes if self._open else 0
 
-    def give(self, properties: AllocationProperties, size: int, handle: int) -> bool:
-        """Keep an allocation that is mapped nowhere any more; return False if it was released instead."""
+    def give(self, properties: AllocationProperties, size: int, handles: list[int]) -> bool:
+        """Take and keep the last of allocations that are mapped nowhere; return False if it was released instead."""
         with self._lock:
             if self._open and self._kept_bytes + size <= self.limit:
-                self._kept.setdefault((properties, size), []).append(handle)
+                found = self._kept.get((properties, size))
+                # No call from here on: an interrupt finds it here, or still there.
+                if found is None:
+                    found = self._kept[properties, size] = []
+                found += handles[-1:]
+                del handles[-1]
                 self._kept_bytes += size
                 return True
+        handle = handles[-1]
+        del handles[-1]
         self._driver.release(handle)
         return False
 

@@ -52,9 +52,9 @@ class Supply:
         """Count chunks that went back to the driver."""
         if self.lent:
             for chunk in chunks:
-                pool = self.lent.pop(chunk.address, None)
+                pool = self.lent.get(chunk.address)
                 if pool is not None:
-                    pool.lose(chunk.size)
+                    pool.lose_lent(chunk.size, self.lent, chunk.address)
 
     def gained(self, chunks: Iterable[Chunk]) -> None:
         """Count chunks that came from the driver by another way: when the buffer was resumed."""
@@ -88,28 +88,29 @@ class Supply:
     def unmap(self, address: int, size: int, chunks: Sequence[Chunk]) -> int:
         """Unmap a range; of its `chunks`, which are mapped nowhere else, return the bytes that pools keep.
 
-        After a failure everything is mapped as it was.
+        After a failure everything is mapped as it was; an interrupt that comes later gives all of it to the driver.
         """
         if not self.pools:
             self.driver.unmap(address, size)
             return 0
-        kept: list[tuple[Chunk, int]] = []
+        kept: list[Chunk] = []
+        handles: list[int] = []
+        pooled = 0
         room = {place: pool.room for place, pool in self.pools.items()}
         try:
             for chunk in chunks:
                 if room.get(chunk.location, 0) >= chunk.size:
                     room[chunk.location] -= chunk.size
-                    kept.append((chunk, self.driver.retain(chunk.address)))
+                    handles.append(self.driver.retain(chunk.address))
+                    kept.append(chunk)
             self.driver.unmap(address, size)
+            self.lose(chunks)
+            for chunk in reversed(kept):
+                pool = self.pools[chunk.location]
+                pooled += chunk.size * pool.give(self.at(chunk.location), chunk.size, handles)
         except BaseException as error:
-            undo(error, release_all, self.driver, [handle for _, handle in kept])
+            undo(error, release_all, self.driver, handles)
             raise
-        self.lose(chunks)
-        pooled = 0
-        for chunk, handle in kept:
-            pooled += chunk.size * self.pools[chunk.location].give(
-                self.at(chunk.location), chunk.size, handle
-            )
         return pooled
 
 

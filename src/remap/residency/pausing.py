@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remap import drivers
-from remap.buffers.base import Buffer
+from remap.buffers.base import Buffer, all_mapped
 from remap.buffers.changes import shares_of
-from remap.errors import InvalidValueError, PausedError, RemapError
+from remap.errors import InvalidValueError, PausedError
 from remap.lifetime import Rollback, drain
 from remap.locations import device
 from remap.residency.arenas import Extent
@@ -250,7 +250,7 @@ def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> BaseException | N
                 buffer._unmap_chunks()
                 backup.stale = False
         except BaseException as error:
-            if len(left) == len(backups) and _all_mapped(driver, buffer):
+            if len(left) == len(backups) and all_mapped(driver, buffer._chunks):
                 buffer._paused, buffer._backup, buffer._shared = before
                 backup.stale = False
                 raise
@@ -266,16 +266,6 @@ def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> BaseException | N
                 continue  # an interrupt, wherever it came: the buffer is done again
         del left[-1]
     return first
-
-
-def _all_mapped(driver: Any, buffer: Buffer) -> bool:
-    """Tell whether all of a buffer is still mapped, after a failure in the middle of unmapping it."""
-    try:
-        for chunk in buffer._chunks:
-            driver.release(driver.retain(chunk.address))
-    except RemapError:
-        return False
-    return True
 
 
 def _is_paused(buffer: Buffer, kept: Keep) -> bool:
