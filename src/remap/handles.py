@@ -29,7 +29,7 @@ from remap.errors import (
     OutOfAddressSpaceError,
     OutOfMemoryError,
 )
-from remap.lifetime import Description, Release, Resource, Rollback, drain, queued, undo
+from remap.lifetime import Description, Release, Resource, Rollback, drain, queued, repeatable, undo
 from remap.locations import (
     AccessLike,
     LocationLike,
@@ -239,6 +239,7 @@ class _Table:
         self._sizes[start] = size
         self._starts[at:at] = (start,)
 
+    @repeatable
     def forget(self, start: int) -> None:
         at = bisect_right(self._starts, start) - 1
         if start in self._sizes:  # forgetting again does nothing

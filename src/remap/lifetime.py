@@ -36,7 +36,7 @@ from remap.errors import (
     context_renewed,
 )
 from remap.forks import in_child
-from remap.releases import Release, Rollback, Step, call_all, end_block, queued, undo
+from remap.releases import Release, Rollback, Step, call_all, end_block, queued, repeatable, undo
 from remap.sites import sites
 from remap.types import Description, Facts
 
@@ -58,6 +58,7 @@ __all__ = [
     "live",
     "on_creation",
     "queued",
+    "repeatable",
     "tell",
     "undo",
     "watchers",

@@ -12,6 +12,7 @@ Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """One driver call of a release: a bound method and its arguments."""
 
 _Error = TypeVar("_Error", bound=BaseException)
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class Release:
@@ -73,7 +74,7 @@ class Release:
         except BaseException as error:
             if self.begun and not isinstance(error, Exception):
                 left = self.steps[at:]
-                if left and getattr(left[0][0], "__name__", "") not in _REPEATABLE:
+                if left and not _is_repeatable(left[0][0]):
                     del left[0]
                 if left:
                     queued.append(Release(self.order, left))
@@ -93,8 +94,18 @@ def _joined(first: _Error | None, error: Exception) -> _Error | Exception:
 queued: deque[Release] = deque()
 """What finalisers and interrupts left to do; a call that opens or closes something runs `drain()` if there is any."""
 
-_REPEATABLE = frozenset({"unmap", "_unmap_all", "_free", "leave", "forget", "arrived", "free_segment"})
-"""What may be called again where an interrupt leaves it open whether it was done: unmapping nothing is fine (T7)."""
+_repeatables: set[Callable[..., Any]] = set()
+
+
+def repeatable(call: _Call) -> _Call:
+    """Mark a step that may be taken again, where an interrupt leaves it open whether it was."""
+    _repeatables.add(call)
+    return call
+
+
+def _is_repeatable(call: Callable[..., Any]) -> bool:
+    # Unmapping nothing is fine (T7). Drivers of others, and what wraps one, have no mark but the name of the protocol.
+    return getattr(call, "__func__", call) in _repeatables or getattr(call, "__name__", "") == "unmap"
 
 
 class Rollback:

@@ -205,7 +205,11 @@ def an_index(x: remap.Slice, y: remap.Slice, out: remap.DisjointSlice) -> None:
         (in_a_loop, 5, "it is a float32 in line {3} and a float64 in line {5}"),
         (in_branches, 6, "it is a float32 in line {4} and a float64 in line {6}"),
         (from_an_int, 5, "it is a int in line {3} and a float in line {5}"),
-        (an_index, 4, "it is a thread index from index_1d() before, and would become a int"),
+        (
+            an_index,
+            4,
+            "it is a thread index from index_1d() before, and would become a int. Use another name",
+        ),
     ],
     ids=["loop", "branches", "int", "index"],
 )

@@ -82,7 +82,9 @@ def test_fields_that_fit(place: Any) -> None:
 )
 def test_a_float_that_is_too_large(place: Any, given: Any) -> None:
     """A number becomes infinite nowhere by being passed."""
-    with pytest.raises(LaunchError, match=r"argument 'v': .* it does not fit into float32"):
+    with pytest.raises(
+        LaunchError, match=r"argument 'v': .* it does not fit into float32\. Pass a number that"
+    ):
         single.launch(given, place(4, "float32"), grid=1, block=4)
 
 

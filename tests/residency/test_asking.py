@@ -96,6 +96,46 @@ def test_a_pause_waits_for_others_to_let_go(stage: Stage) -> None:
         remap.use(stage.recording)
 
 
+def test_a_pause_that_waits_takes_the_group_as_it_is_then(stage: Stage) -> None:
+    """A fork that joins the group while a pause of it waits is paused with it; who has gone is not missed."""
+    faulty = Blocking(drivers.open())
+    remap.use(faulty)
+    try:
+        with remap.group("waited for") as group:
+            root, busy, gone = (
+                remap.ElasticBuffer(4 * SIZE, device=0),
+                remap.allocate(SIZE),
+                remap.allocate(SIZE),
+            )
+        root.resize(SIZE)
+        faulty.let.clear()
+        user = threading.Thread(target=busy.fill, args=(5,))
+        user.start()
+        assert faulty.begun.wait(30)
+        done: list[int] = []
+        pausing = threading.Thread(target=lambda: done.append(remap.pause(iter([group]), wait=20).buffers))
+        pausing.start()
+        twin = None
+        while twin is None:  # the pause holds them for moments
+            with contextlib.suppress(remap.InUseError):
+                twin = root.fork()
+        while not gone.closed:
+            with contextlib.suppress(remap.InUseError):
+                gone.close()
+        faulty.let.set()
+        for thread in (user, pausing):
+            thread.join(30)
+        assert done == [3]
+        assert root.paused
+        assert twin.paused
+        for buffer in group.buffers:
+            buffer.close()
+    finally:
+        faulty.let.set()
+        drivers.close()
+        remap.use(stage.recording)
+
+
 def test_a_pause_does_not_wait_for_other_processes(stage: Stage) -> None:
     """Shared memory stays shared however long one waits, so that is refused at once."""
     with remap.allocate(SIZE, shareable="posix_fd") as buffer:

@@ -57,6 +57,8 @@ def test_bytes_as_text(stage: Stage, make: Callable[..., Any]) -> None:
     with make("1MiB") as memory, make("8 B", "float64") as one:
         assert (memory.shape, memory.nbytes) == ((1 << 18,), 1 << 20)
         assert (one.shape, one.nbytes) == ((1,), 8)
+    with pytest.raises(remap.InvalidValueError, match="a size that they fill"):
+        make("9 B", "float64")
 
 
 def test_numpy_waits_for_the_device(stage: Stage) -> None:

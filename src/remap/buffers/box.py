@@ -11,7 +11,7 @@ from remap.buffers.pooled import borrow
 from remap.buffers.typed import OwnedMemory, Shape, extent, from_list, place_of
 from remap.drivers.powers import PoolFigures, SupportsPools
 from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
-from remap.lifetime import Release, captures_running, drain, queued, undo
+from remap.lifetime import Release, captures_running, drain, queued, repeatable, undo
 from remap.locations import Device, DeviceLike, device, explain_shortage
 from remap.sizes import Size, format_size, parse_size
 from remap.spans import host_array
@@ -269,6 +269,7 @@ def _check_not_capturing(queue: Queue, asked: str) -> None:
         raise error.explain(asked, next_step=step) from None
 
 
+@repeatable
 def _free(
     at: Device,
     home: Queue,

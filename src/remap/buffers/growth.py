@@ -23,7 +23,7 @@ from remap.chunks.sizes import ChunkSizes
 from remap.chunks.supply import Supply
 from remap.errors import OutOfAddressSpaceError, OutOfMemoryError
 from remap.handles import reserve_range
-from remap.lifetime import Release, Rollback, Step, undo
+from remap.lifetime import Release, Rollback, Step, repeatable, undo
 from remap.locations import explain_shortage
 from remap.ranges import Granted
 from remap.sizes import format_size, round_up
@@ -403,6 +403,7 @@ class GrowingBuffer(ChangingBuffer):
         return Release(0, steps, self._wait_on_close())
 
 
+@repeatable
 def _unmap_all(
     supply: Supply, address: int, size: int, chunks: list[Chunk], ahead: Ahead | None, begun: list[bool]
 ) -> None:

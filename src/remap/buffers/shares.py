@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from remap.buffers.base import Buffer, runs
 from remap.chunks.pool import ChunkPool, release_all
 from remap.handles import reserve_range
-from remap.lifetime import Release, Rollback, queued, undo
+from remap.lifetime import Release, Rollback, queued, repeatable, undo
 from remap.locations import in_context
 from remap.spans import Chunk
 from remap.streams import Queue
@@ -63,6 +63,7 @@ class Doomed(NamedTuple):
         return start, last.address + last.size - start
 
 
+@repeatable
 def leave(all_left: list[Left], lock: AbstractContextManager[Any]) -> None:
     """Count one user less of each, and empty the list: doing so again goes on after an interrupt."""
     lost: list[Left] = []

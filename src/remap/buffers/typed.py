@@ -225,7 +225,8 @@ def extent(shape: Shape, dtype: DTypeLike) -> tuple[tuple[int, ...], Any, int]:
         size = parse_size(shape)
         if size % kind.itemsize:
             rule = f"an element of {kind} takes {counted(int(kind.itemsize), 'byte')}, and these are no whole number"
-            raise InvalidValueError(f"{shape} of {kind}", rule=rule)
+            step = "Pass the number of elements, or a size that they fill"
+            raise InvalidValueError(f"{shape} of {kind}", rule=rule, next_step=step)
         shape = size // int(kind.itemsize)
     try:
         extents = check_shape(shape)

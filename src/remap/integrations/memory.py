@@ -25,7 +25,7 @@ from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.functions import functions_of, options_of
 from remap.integrations.layout import Record, State
 from remap.integrations.table import Table
-from remap.lifetime import Release, Resource
+from remap.lifetime import Release, Resource, repeatable
 from remap.locations import device, devices, explain_shortage
 from remap.residency import group
 from remap.sizes import format_size
@@ -90,6 +90,7 @@ class PoolMemory:
         assert found is not None
         return found
 
+    @repeatable
     def free_segment(self, segment: AdoptedBuffer) -> None:
         """Free a segment as a framework would. Doing so again frees nothing else, whatever is at its address then."""
         if not (segment.closed or segment.freed):
@@ -249,9 +250,9 @@ class Memory:
                 count += self.table.drain(one.index)
         return count
 
-    def segments(self, tags: Iterable[str]) -> list[AdoptedBuffer]:
-        """Return the segments of several tags, as far as those are pools."""
-        return self.adopt(*(self.pools[tag] for tag in tags if tag in self.pools))
+    def adopt_all(self, tags: Iterable[str]) -> None:
+        """Know the segments of several tags, as far as those are pools, as buffers: by then the groups have them."""
+        self.adopt(*(self.pools[tag] for tag in tags if tag in self.pools))
 
 
 class _Memories:

@@ -112,7 +112,7 @@ class Pool:
         self._check_coherent(at)
         with self._visiting([at]):
             segment = self._pool.allocate(size, at)
-        return shaped(tensor_at(self._memory.driver, at, _Block(self._pool, segment, size)), kind, extents)
+        return shaped(tensor_at(self._memory.driver, at, _Own(self._pool, segment, size)), kind, extents)
 
     @contextmanager
     def entered(self, devices: Sequence[int] | None) -> Generator[Pool]:
@@ -316,7 +316,7 @@ def empty_caches() -> None:
         torch.cuda.empty_cache()
 
 
-class _Block(Bytes):
+class _Own(Bytes):
     """The bytes of a tensor that remap itself allocated in a pool, for as long as a tensor needs them."""
 
     def __init__(self, pool: PoolMemory, segment: AdoptedBuffer, size: int) -> None:

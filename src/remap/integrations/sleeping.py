@@ -65,7 +65,7 @@ def sleep(
             pool._drop_caches()
         empty_caches()
         found.reap()
-        found.segments(plan)
+        found.adopt_all(plan)
         moved = pause(plan, after=after, progress=progress, directory=directory, detach=detach)
         for pool in chosen:
             pool._note_sleep()
@@ -258,7 +258,7 @@ def status() -> dict[str, PoolStatus]:
     """Return what each pool, and each group with open buffers, is at this moment."""
     found = memory()
     found.reap()
-    found.segments(pools())
+    found.adopt_all(pools())
     known = groups()
     told: dict[str, PoolStatus] = {}
     for tag in sorted({*pools(), *known}):

@@ -80,7 +80,7 @@ class Bindings(Calls):
             return variable
         if not isinstance(known, Scalar) or not isinstance(bound.kind, Scalar):
             rule = f"it is a {known} before, and would become a {bound.kind}"
-            raise self.error(node, f"variable {name}", rule)
+            raise self.error(node, f"variable {name}", rule, "Use another name for one of the two")
         own = _own(name, self.pinned[name])
         if (
             variable != own

@@ -291,6 +291,7 @@ def too_much_shared(asked: str, dynamic: int, static: int, device: Device, most:
     return LaunchError(
         f"{asked} with {_in_full(dynamic)} of dynamic shared memory a block{beside}",
         rule=f"{device} has {format_size(most)} ({most:,} bytes)",
+        next_step="Let a block work on less at a time: smaller tiles, fewer threads",
     )
 
 

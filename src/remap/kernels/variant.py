@@ -317,7 +317,10 @@ class Variant:
         reason = misfit(value, kind.dtype)
         if reason:
             wide = kind == ir.INT and (1 << 63) <= value < 1 << 64
-            step = f"Make it a numpy.uint64{', and annotate it so' * name.startswith('p_')}" if wide else ""
+            named = name.startswith("p_")
+            step = f"Make it a numpy.uint64{', and annotate it so' * named}"
+            if not wide:
+                step = f"Pass a number that {kind.dtype} holds{', or annotate it with another type' * named}"
             is_long = isinstance(value, int) and value.bit_length() > 256
             text = f"a number of {value.bit_length()} bits" if is_long else repr(value)
             raise LaunchError(f"{self._given(name)}: {text}", rule=reason, next_step=step)

@@ -12,7 +12,7 @@ from typing import Any
 
 from remap.buffers.base import Buffer
 from remap.errors import PausedError, RemapError
-from remap.lifetime import Release, Rollback, Step
+from remap.lifetime import Release, Rollback, Step, repeatable
 from remap.residency.flow import Flow
 from remap.residency.portions import Portion
 from remap.sizes import counted
@@ -154,6 +154,7 @@ class Feed:
         steps: list[Step] = [(portion.release, (self._driver,)) for portion in self._left]
         return [*steps, (self._tell_leak, ())]
 
+    @repeatable
     def forget(self) -> None:
         """Let go of the streams, which are about to be destroyed."""
         with self._turn:  # against `leave`, which waits for them

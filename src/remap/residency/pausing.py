@@ -29,6 +29,7 @@ from remap.residency.targets import (
     check_forks,
     check_seconds,
     chosen,
+    each,
     free_memory,
     free_memory_now,
     growth,
@@ -77,13 +78,23 @@ def pause(
     driver = drivers.current()
     pool = current_pool(driver)
     check_seconds(wait, "pause")
-    plans = chosen(buffers, keep)
+    asked = each(buffers)
+    plans: dict[Buffer, Keep] = {}
+
+    def choose() -> None:
+        """Take the members of groups anew: while it waits, a fork of one may have been made, or one closed."""
+        plans.clear()
+        plans.update(chosen(asked, keep))
+        for buffer in [
+            one for one, kept in plans.items() if not (one.closed or one._taken) and _is_paused(one, kept)
+        ]:
+            del plans[buffer]
+
+    choose()
     for buffer in plans:
         buffer._check()
-    for buffer in [one for one, kept in plans.items() if not one._taken and _is_paused(one, kept)]:
-        del plans[buffer]
     notes: list[str] = []
-    with held(plans, "paused", detach=detach, deadline=start + wait):
+    with held(plans, "paused", detach=detach, deadline=start + wait, again=choose):
         # Those that another thread has paused meanwhile.
         for buffer in [one for one, kept in plans.items() if _is_paused(one, kept)]:
             del plans[buffer]

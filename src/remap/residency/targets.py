@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
@@ -48,7 +48,7 @@ def chosen(what: Targets, keep: Keep) -> dict[Buffer, Keep]:
             )
         pairs = list(cast("Mapping[Any, Keep]", what).items())
     else:
-        pairs = [(one, keep) for one in _each(what)]
+        pairs = [(one, keep) for one in each(what)]
     for target, kept in pairs:
         if kept not in ("host", "disk", None):
             given: Any = kept
@@ -85,10 +85,12 @@ def check_seconds(wait: float, asked: str) -> None:
         raise InvalidValueError(f"{asked} with wait={wait}", rule="it is a number of seconds, 0 or more")
 
 
-def _each(what: Any) -> Iterable[Any]:
+def each(what: Targets) -> Collection[Any]:
+    """Return what is named, one by one; a mapping as it is."""
     if isinstance(what, str | Group | Resource | DeviceArray) or not hasattr(what, "__iter__"):
         return (what,)
-    return what  # type: ignore[no-any-return]
+    found: Any = what
+    return found if isinstance(what, Mapping) else list(found)
 
 
 def _buffers(target: Any) -> tuple[Buffer, ...]:
@@ -113,12 +115,18 @@ def _buffers(target: Any) -> tuple[Buffer, ...]:
 
 @contextmanager
 def held(
-    buffers: Collection[Buffer], doing: str, *, detach: bool = False, deadline: float = 0.0
+    buffers: Collection[Buffer],
+    doing: str,
+    *,
+    detach: bool = False,
+    deadline: float = 0.0,
+    again: Callable[[], object] | None = None,
 ) -> Generator[None]:
     """Keep everyone else from the buffers for a block.
 
-    Raises `InUseError` if something uses one of them, at the deadline still; none of them is held while it waits. It
-    does not wait for other processes to let go, which nobody here can see.
+    Raises `InUseError` if something uses one of them, at the deadline still; none of them is held while it waits, and
+    `again` may change which they are before they are tried again. It does not wait for other processes to let go,
+    which nobody here can see.
     """
     # Not an `ExitStack`: an interrupt in the middle of it would leave them held until cycles are collected.
     taken: list[AbstractContextManager[None]] = []
@@ -136,6 +144,8 @@ def held(
                 while taken:
                     taken.pop().__exit__(None, None, None)
             time.sleep(_LOOK)
+            if again is not None:
+                again()
         yield
     finally:
         try:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from remap.buffers.base import Buffer
 from remap.ends import End
 from remap.errors import InUseError
-from remap.lifetime import Description, Release, Resource, Step, epoch, undo
+from remap.lifetime import Description, Release, Resource, Step, epoch, repeatable, undo
 from remap.locations import Device, in_context
 from remap.ranges import Chunk
 from remap.residency.feed import Feed, Worker
@@ -139,6 +139,7 @@ class Arrival:
         """Wait on the host until all of the buffer is mapped; raises `PausedError` if that has failed."""
         self.waking._feed.wait(self.portions, "use")
 
+    @repeatable
     def leave(self) -> None:
         """Bring nothing more into the buffer, which is being closed."""
         self.waking._feed.leave(self.buffer)
@@ -298,6 +299,7 @@ class Waking(Resource):
         return Description(self.kind, self.serial, size, None, detail)
 
 
+@repeatable
 def arrived(buffers: Iterable[Buffer], waking: Waking) -> None:
     """Note that everything has arrived; doing so again changes nothing."""
     with waking._driver.lock:
