@@ -192,6 +192,9 @@ LocationLike: TypeAlias = Device | Location | SupportsIndex
 AccessLike: TypeAlias = Mapping[Any, Access | str]
 """What is taken as access: locations (a device, its number, `remap.Host()`) and "r", "rw" or "none" for each."""
 
+RightLike: TypeAlias = Access | str | AccessLike
+"""What is taken where memory is made: one right for all who are `accessing` it, or a right for each location."""
+
 
 class _Known:
     """The device objects of one driver, by number, and the fastest of them.
@@ -267,6 +270,7 @@ def location(where: LocationLike) -> Location:
 
 def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[Location, ...]:
     """Return one or several places as distinct locations, in the order given; raises for none or a repeat."""
+    check_no_mapping(where, what)
     if isinstance(where, str | bytes):  # iterable, but no locations are in it
         number = str(where).rpartition(":")[2]
         step = (
@@ -287,6 +291,13 @@ def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[
         repeated = next(place for place in found if found.count(place) > 1)
         raise InvalidValueError(f"{what} naming {repeated} twice", rule="each location counts once")
     return found
+
+
+def check_no_mapping(where: Any, what: str) -> None:
+    """Raise for a mapping where locations are named: what it says of each would be lost."""
+    if isinstance(where, Mapping):
+        step = "Pass the mapping as access=" if what == "accessing" else "Pass list(mapping)"
+        raise TypeError(f"{what} names locations alone, and not a value for each: {where!r}. {step}")
 
 
 def parse_handle_types(
@@ -314,6 +325,34 @@ def parse_access(access: AccessLike | None) -> Grants:
     if not isinstance(access, Mapping):
         raise TypeError(f'access names a right for each location, as in {{0: "rw"}}, and is not {access!r}')
     return tuple((location(place), Access.parse(right)) for place, right in access.items())
+
+
+def parse_rights(
+    access: RightLike,
+    accessing: LocationLike | Iterable[LocationLike] | None,
+    places: tuple[Location, ...],
+) -> Grants:
+    """Return who gets which right: those that a mapping names, else all `accessing`, by default `places`, the one."""
+    if isinstance(access, str) or not isinstance(access, Mapping):
+        right = Access.parse(access)
+        return tuple(
+            (user, right) for user in (places if accessing is None else locations(accessing, "accessing"))
+        )
+    if accessing is not None:
+        raise InvalidValueError(
+            "access= with a right for each location, and accessing=",
+            rule="both say who may touch the memory",
+            next_step="Leave accessing= out",
+        )
+    if not access:
+        raise InvalidValueError("access of no location", rule="name at least one device or host location")
+    return parse_access(access)
+
+
+def highest_right(access: RightLike) -> Access:
+    """Return the right that all are given, or the highest of those that a mapping gives."""
+    rights = access.values() if isinstance(access, Mapping) else (access,)
+    return max(map(Access.parse, rights), key=list(Access).index, default=Access.NONE)
 
 
 def _own(found: Device, driver: Any) -> Device:

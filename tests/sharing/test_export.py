@@ -66,6 +66,26 @@ def test_rights_are_what_was_asked(stage: Stage) -> None:
         remap.export(buffer, access="none")
 
 
+@pytest.mark.two_devices
+def test_a_right_for_each_location(stage: Stage) -> None:
+    """Whoever opens memory may say who gets which right; the highest has to be offered (invariant 12)."""
+    del stage
+    with shareable() as buffer, remap.export(buffer, access="r") as exported:
+        with pytest.raises(remap.AccessError, match='offers "r"'):
+            remap.open(exported, access={0: "rw", 1: "r"})
+        with remap.open(exported, access={1: "r"}) as other:
+            assert [other.get_access(at) for at in (0, 1)] == [remap.Access.NONE, remap.Access.READ]
+        with pytest.raises(TypeError, match="Pass the mapping as access="):
+            remap.open(exported, accessing={1: "r"})
+    with (
+        shareable() as buffer,
+        remap.export(buffer) as exported,
+        remap.open(exported, access={0: "rw", 1: "r"}) as other,
+    ):
+        assert [other.get_access(at) for at in (0, 1)] == [remap.Access.READ_WRITE, remap.Access.READ]
+        assert set(other.access) == {remap.device(0).location, remap.device(1).location}
+
+
 @pytest.mark.parametrize(
     ("result", "error"),
     [

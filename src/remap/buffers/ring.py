@@ -14,7 +14,7 @@ from remap.errors import AccessError, InvalidValueError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.launches import launches
 from remap.lifetime import Description, Rollback, drain, queued, undo
-from remap.locations import AccessLike, LocationLike, parse_access
+from remap.locations import AccessLike, LocationLike, RightLike, parse_access
 from remap.sizes import Size, format_size, parse_size, round_up
 from remap.spans import Chunk, host_array
 from remap.streams import StreamLike
@@ -50,7 +50,7 @@ class RingBuffer(Buffer):
         *,
         device: LocationLike | None = None,
         accessing: LocationLike | Iterable[LocationLike] | None = None,
-        access: Access | str = Access.READ_WRITE,
+        access: RightLike = Access.READ_WRITE,
         second: Access | str | None = None,
         shareable: HandleType | str | Iterable[HandleType | str] | None = None,
         alignment: Size | None = None,
@@ -64,8 +64,9 @@ class RingBuffer(Buffer):
         self._size = size = round_up(parse_size(size, "size"), placement.granule)
         self._rights = placement.rights
         self.properties = placement.properties[0]
-        right = Access.parse(access) if second is None else Access.parse(second)
-        self._second: dict[Location, Access] = {where: right for where, _ in placement.grants}
+        self._second: dict[Location, Access] = dict(placement.grants)
+        if second is not None:
+            self._second = dict.fromkeys(self._second, Access.parse(second))
         self._chunks = []
         self.head = 0
         self.tail = 0
