@@ -370,6 +370,8 @@ def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Loca
 
     What no closing and pausing could make room for is told apart: then only a larger machine, or more devices, help.
     """
+    if error.injected:
+        return error.explain(asked)
     if not where.is_device:
         return error.explain(asked, next_step=error.next_step or "Close, pause or trim something there first")
     at = device(where.index)
