@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from remap import lifetime
@@ -31,7 +32,8 @@ def open(name: str | None = None, **options: Any) -> Driver:
     """Open and return a new driver, without making it the current one.
 
     `name` is `"cuda"`, `"host"` or None for the first that opens; `options` go to the driver (the host driver's
-    `devices=`, `memory=`, …). Raises `DriverNotFoundError` listing every attempt and its reason.
+    `devices=`, `memory=`, …; without any, it takes those of `REMAP_HOST_OPTIONS`). Raises `DriverNotFoundError`
+    listing every attempt and its reason.
     """
     if name is not None and name not in NAMES:
         raise InvalidValueError(
@@ -45,6 +47,10 @@ def open(name: str | None = None, **options: Any) -> Driver:
             driver = _load(candidate)
             if options:
                 _check_names(candidate, driver, options)
+            elif candidate == "host":
+                from remap.drivers.host.outside import open_described
+
+                driver = partial(open_described, driver)
             opened: Driver = driver(**options)
             return opened
         except InvalidValueError:
@@ -158,7 +164,8 @@ def use(driver: str | Driver, **options: Any) -> Driver:
     one of the wrappers around another. Raises `InUseError` while objects of the present driver live, and where
     another thread makes one in the middle of the change: one of the two is told.
 
-    CUDA has no options. Those of the host driver say what machine it simulates:
+    CUDA has no options. Those of the host driver say what machine it simulates; where none are given,
+    `REMAP_HOST_OPTIONS="devices=4,memory=256MiB"` in the environment may name them:
 
     - `devices` (2): how many there are
     - `memory` ("512MiB"): what each has, or one size for each
