@@ -13,7 +13,7 @@ from typing import Any, ClassVar, SupportsIndex, TypeAlias
 from remap import drivers
 from remap.drivers.memory_types import probe
 from remap.drivers.protocol import Driver
-from remap.errors import InvalidValueError, OutOfMemoryError, not_supported
+from remap.errors import InvalidValueError, OutOfMemoryError, RemapError, not_supported
 from remap.lifetime import drain, queued
 from remap.sizes import counted, format_size
 from remap.types import (
@@ -140,8 +140,12 @@ class Device:
         return hash((Device, self.index))
 
     def __repr__(self) -> str:
-        """Return driver, number and name."""
-        return f"<remap.Device {self.index} of the {self._driver.name} driver: {self.name}>"
+        """Return driver, number and name, or why its driver does not tell the name."""
+        try:
+            name = self.name
+        except RemapError as error:
+            name = error.rule or str(error)
+        return f"<remap.Device {self.index} of the {self._driver.name} driver: {name}>"
 
     def __str__(self) -> str:
         """Return `device 0`."""

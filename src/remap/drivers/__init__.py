@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from remap import lifetime
 from remap.drivers.protocol import Driver
@@ -22,7 +23,7 @@ from remap.lifetime import Rollback
 from remap.loading import loading
 from remap.sizes import counted
 
-__all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "opened", "use"]
+__all__ = ["NAMES", "Driver", "close", "current", "end", "let_go", "on_leave", "open", "opened", "use"]
 
 NAMES = ("cuda", "host")
 """The drivers there are, in the order in which they are tried."""
@@ -109,6 +110,8 @@ class _Choice:
 
 
 _choice = _Choice()
+_ended: WeakSet[Any] = WeakSet()  # the drivers that were shut down here; of a wrapper, what it wraps
+_adrift: WeakSet[lifetime.Resource] = WeakSet()
 _listeners: list[Callable[[Driver], None]] = []
 on_enter: list[Callable[[Driver], None]] = []
 """Called with each driver that becomes the current one; a trace listens to its calls from then on."""
@@ -161,8 +164,10 @@ def use(driver: str | Driver, **options: Any) -> Driver:
     """Make `driver` the current one and return it.
 
     `driver` is a name, with options for it (`use("host", devices=4, memory="256MiB")`), or a driver object, such as
-    one of the wrappers around another. Raises `InUseError` while objects of the present driver live, and where
-    another thread makes one in the middle of the change: one of the two is told.
+    one of the wrappers around another. With a name, the present driver is shut down, and can be used no more; with an
+    object it goes on, so that there is a way back. (For tests there is `remap.testing.simulated`.) Raises `InUseError`
+    while objects of the present driver live, and where another thread makes one in the middle of the change: one of
+    the two is told.
 
     CUDA has no options. Those of the host driver say what machine it simulates; where none are given,
     `REMAP_HOST_OPTIONS="devices=4,memory=256MiB"` in the environment may name them:
@@ -194,28 +199,63 @@ def use(driver: str | Driver, **options: Any) -> Driver:
             rule = "a driver object has its options already"
             raise InvalidValueError(f"options {sorted(options)}", rule=rule)
         else:  # it may be a wrapper around the previous one, which then goes on
+            _check_not_ended(driver)
             new, previous = driver, None
             _leave(asked, rollback, ending=False)
         with _choice.lock:
             lifetime.enter(new)
             _set(new)
     if previous is not None:
-        previous.shutdown()
+        end(previous)
     return new
 
 
-def close() -> None:
+def close(*, shutdown: bool = True) -> None:
     """Shut the current driver down, contexts included; the next use opens one again.
 
-    Raises `InUseError` while objects live.
+    Without `shutdown` it goes on, for whoever opened it. Raises `InUseError` while objects live.
     """
     with _choice.changing:
         with Rollback() as rollback:
-            previous = _leave("closing the driver", rollback, ending=True)
+            previous = _leave("closing the driver", rollback, ending=shutdown)
             with _choice.lock:
                 _choice.driver = None
-        if previous is not None:
-            previous.shutdown()
+        if previous is not None and shutdown:
+            end(previous)
+
+
+def end(driver: Any) -> None:
+    """Shut a driver down that is no longer the current one, unless somebody still looks at memory of it."""
+    _ended.add(_wrapped(driver))
+    if not any(_wrapped(thing._driver) is _wrapped(driver) for thing in _adrift):
+        driver.shutdown()
+
+
+def let_go(thing: lifetime.Resource) -> None:
+    """Let an object that refuses to close stand in nobody's way: it is given back when it is collected, in silence.
+
+    For what failed tests leave. Until then its driver is not shut down, since what looks at the memory would crash.
+    """
+    lifetime._live.pop(thing.serial, None)
+    thing._warns = False
+    _adrift.add(thing)
+
+
+def _check_not_ended(driver: Any) -> None:
+    if _wrapped(driver) in _ended:
+        raise InvalidValueError(
+            f"use of {driver!r}",
+            rule="it was shut down when another driver was named, or by closing it",
+            next_step=f'Open another with the same options: remap.use("{driver.name}", ...). Tests go back with '
+            "remap.testing.simulated",
+        )
+
+
+def _wrapped(driver: Any) -> Any:
+    """Return the driver inside of all wrappers."""
+    while (inner := getattr(driver, "inner", None)) is not None:
+        driver = inner
+    return driver
 
 
 def on_leave(listener: Callable[[Driver], None]) -> None:
@@ -248,7 +288,7 @@ def _check_idle(asked: str) -> None:
         raise InUseError(
             asked,
             rule=f"{counted(len(living), 'object')} of the present driver still alive: {listed}",
-            next_step="Close them first",
+            next_step="Close them first (in tests, remap.testing.plugin closes what a failed one has left)",
         )
 
 
