@@ -116,6 +116,9 @@ def test_a_driver_that_was_shut_down_is_refused() -> None:
         drivers.close()
         with pytest.raises(remap.InvalidValueError, match="was shut down"):
             remap.use(wrapper.inner)
+        last = remap.use("host")
+    with pytest.raises(remap.DriverError, match="was shut down"):
+        last.device_count()
 
 
 def test_wrong_options_change_nothing() -> None:

@@ -23,7 +23,19 @@ from remap.lifetime import Rollback
 from remap.loading import loading
 from remap.sizes import counted
 
-__all__ = ["NAMES", "Driver", "close", "current", "end", "let_go", "on_leave", "open", "opened", "use"]
+__all__ = [
+    "NAMES",
+    "Driver",
+    "close",
+    "current",
+    "end",
+    "innermost",
+    "let_go",
+    "on_leave",
+    "open",
+    "opened",
+    "use",
+]
 
 NAMES = ("cuda", "host")
 """The drivers there are, in the order in which they are tried."""
@@ -225,9 +237,14 @@ def close(*, shutdown: bool = True) -> None:
 
 
 def end(driver: Any) -> None:
-    """Shut a driver down that is no longer the current one, unless somebody still looks at memory of it."""
-    _ended.add(_wrapped(driver))
-    if not any(_wrapped(thing._driver) is _wrapped(driver) for thing in _adrift):
+    """Shut a driver down that is no longer the current one, unless somebody still looks at memory of it.
+
+    Ending it again does nothing.
+    """
+    if innermost(driver) in _ended:
+        return
+    _ended.add(innermost(driver))
+    if not any(not thing.closed and innermost(thing._driver) is innermost(driver) for thing in _adrift):
         driver.shutdown()
 
 
@@ -242,7 +259,7 @@ def let_go(thing: lifetime.Resource) -> None:
 
 
 def _check_not_ended(driver: Any) -> None:
-    if _wrapped(driver) in _ended:
+    if innermost(driver) in _ended:
         raise InvalidValueError(
             f"use of {driver!r}",
             rule="it was shut down when another driver was named, or by closing it",
@@ -251,7 +268,7 @@ def _check_not_ended(driver: Any) -> None:
         )
 
 
-def _wrapped(driver: Any) -> Any:
+def innermost(driver: Any) -> Any:
     """Return the driver inside of all wrappers."""
     while (inner := getattr(driver, "inner", None)) is not None:
         driver = inner

@@ -47,11 +47,14 @@ def simulated(**options: Any) -> Generator[Driver]:
             raise
         left = close_leftovers()
     finally:
+        others = [driver, drivers.opened()]  # the block may have named another one
         if before is None:
             drivers.close(shutdown=False)
         else:
             drivers.use(before)
-        drivers.end(driver)
+        for one in others:
+            if one is not None and drivers.innermost(one) is not drivers.innermost(before):
+                drivers.end(one)
     if left:
         told = f"{counted(len(left), 'object')} left open, and closed: {'; '.join(left)}"
         warnings.warn(told, RemapWarning, stacklevel=3)
