@@ -15,7 +15,7 @@ from remap.drivers.memory_types import probe
 from remap.drivers.protocol import Driver
 from remap.errors import InvalidValueError, OutOfMemoryError, RemapError, not_supported
 from remap.lifetime import drain, queued
-from remap.sizes import counted, format_size
+from remap.sizes import KiB, MiB, counted, format_size
 from remap.types import (
     Access,
     AllocationProperties,
@@ -369,6 +369,17 @@ def _own(found: Device, driver: Any) -> Device:
     return found
 
 
+def _larger_machine(at: Device, size: int) -> str:
+    """Return the call that simulates the present devices, this one larger; alike they stay alike."""
+    sizes = [one.properties.memory for one in devices()]
+    count = f"devices={len(sizes)}, " * (len(sizes) != 2)
+    alike = len(set(sizes)) == 1
+    sizes[at.index] = size
+    written = [f'"{one // MiB}MiB"' if one % MiB == 0 else f'"{one // KiB}KiB"' for one in sizes]
+    memory = written[at.index] if alike else f"[{', '.join(written)}]"
+    return f'remap.use("host", {count}memory={memory})'
+
+
 def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Location) -> OutOfMemoryError:
     """Reword an error where `size` bytes were not to be had at a location: what there is, and what to do about it.
 
@@ -386,7 +397,8 @@ def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Loca
     step = "Ask for less, or spread it over several devices (resident=)"
     if at._driver.name == "host":
         needed = size + info.total - info.free  # with what is in use there already
-        larger = format_size(1 << (needed - 1).bit_length()).replace(" ", "")
-        step = f'Ask for less, or simulate larger devices: remap.use("host", memory="{larger}")'
+        step = (
+            f"Ask for less, or simulate larger devices: {_larger_machine(at, 1 << (needed - 1).bit_length())}"
+        )
     rule = f"the whole device has {format_size(info.total)}, and {format_size(info.free)} are free"
     return error.explain(asked, rule=rule, next_step=step)
