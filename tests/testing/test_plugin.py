@@ -38,6 +38,7 @@ def machine():
 TESTS = """
 import pytest, remap
 from remap import MiB
+from remap.drivers.graph_powers import CaptureMode
 
 @pytest.fixture
 def lent(machine):
@@ -64,7 +65,7 @@ def test_views_memory(machine):
 def test_captures(machine):
     stream = remap.Stream()
     with stream.device.current():
-        remap.driver().begin_capture(stream.handle, "thread_local")
+        remap.driver().begin_capture(stream.handle, CaptureMode.THREAD_LOCAL)
     assert stream.closed
 
 @pytest.mark.xfail(raises=AssertionError)

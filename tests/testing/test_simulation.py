@@ -9,7 +9,7 @@ import pytest
 
 import remap
 from remap import MiB, drivers, lifetime
-from remap.drivers.graph_powers import SupportsCapture
+from remap.drivers.graph_powers import CaptureMode, SupportsCapture
 from remap.testing import simulated
 
 SIZE = 4 * MiB
@@ -65,7 +65,7 @@ def test_a_block_that_fails_keeps_its_error() -> None:
         assert isinstance(driver, SupportsCapture)
         made += [remap.allocate(SIZE), remap.Stream()]
         with remap.device().current():
-            driver.begin_capture(made[1].handle, "thread_local")
+            driver.begin_capture(made[1].handle, CaptureMode.THREAD_LOCAL)
         raise ZeroDivisionError
     assert all(one.closed for one in made)
     notes = caught.value.__notes__
