@@ -277,6 +277,26 @@ def test_an_exported_buffer_stays_where_it_is(stage: Stage) -> None:
         remap.resume(buffer)
 
 
+@pytest.mark.parametrize("kind", ["pause", "migrate", "decommit"])
+def test_a_buffer_that_was_exported_tells_what_is_known(stage: Stage, kind: str) -> None:
+    """Nobody can know whether importers are still there: the refusal says so, and not that they are."""
+    del stage
+    with remap.ElasticBuffer(SIZE, resident=0, shareable="posix_fd") as buffer:
+        buffer.resize(SIZE)
+        with remap.export(buffer) as exported:
+            remap.open(exported).close()
+        acts: dict[str, Callable[..., object]] = {
+            "pause": lambda **options: remap.pause(buffer, **options),
+            "migrate": lambda **options: remap.migrate(buffer, 0, **options),
+            "decommit": lambda **options: buffer.decommit(0, SIZE, **options),
+        }
+        with pytest.raises(
+            remap.InUseError, match=r"others whom remap cannot know of may .* detach=True if nobody does"
+        ):
+            acts[kind]()
+        acts[kind](detach=True)
+
+
 def test_an_import_can_be_exported_again(stage: Stage) -> None:
     """An imported buffer, or a part of it, is handed on; its rights can only shrink."""
     del stage

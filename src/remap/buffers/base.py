@@ -23,6 +23,11 @@ from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
 from remap.types import Access, AllocationProperties, Facts, Grants, HandleType, Held, Location
 
+SHARED = "it was exported or opened, and others whom remap cannot know of may still hold its memory, and go on using it"
+"""Why shared memory stays where it is."""
+
+SHARED_STEP = "Pass detach=True if nobody does, or if they may keep what they have"
+
 
 class Buffer(Span):
     """Memory striped over its resident locations under one address. Made by `remap.allocate`.
@@ -37,7 +42,7 @@ class Buffer(Span):
     _paused: str = ""
     # While it is paused, what residency keeps of it: `drop()` gives that back.
     _backup: Any = None
-    # Whether other processes hold memory of this buffer; the wing for sharing says so.
+    # Whether others may hold memory of this buffer, once exported or opened; the wing for sharing says so.
     _shared: bool = False
     # The tags that it was made under; residency says so.
     _groups: tuple[str, ...] = ()
