@@ -12,10 +12,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import numpy
@@ -26,6 +25,9 @@ DRIVERS = ("host", "cuda")
 
 # The conformance suite is library code full of assert statements: let pytest explain them, too.
 pytest.register_assert_rewrite("remap.testing")
+
+# A test that fails closes what it has made, captures too, or every test after it would fail as well.
+pytest_plugins = ("remap.testing.plugin",)
 
 # Examples are never timed. CI draws the same ones every time, so that nothing fails there by the luck of the draw; a
 # developer's machine goes on looking for new ones.
@@ -124,14 +126,11 @@ def _beside_others(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit of the test begins
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Wait for one's turn. Close what a failed test left open, captures too, or every test after it fails as well."""
+    """Wait for one's turn."""
     _let_imports_be()
     turns = item.config.stash.get(_turns, None)
     with nullcontext() if turns is None else turns.turn(item.get_closest_marker("alone") is not None):
-        result = yield
-        if item.stash.get(_failed, False):
-            _close_what_is_left()
-    return result
+        return (yield)
 
 
 def pytest_report_header() -> list[str]:
@@ -158,31 +157,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs two devices: the driver has one")
 
 
-_failed = pytest.StashKey[bool]()
-_held: set[int] = set()
-"""Serials of what fixtures hold that outlive a test."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """Note what a fixture for several tests makes."""
-    if fixturedef.scope == "function":
-        return (yield)
-    before = _serials()
-    try:
-        return (yield)
-    finally:
-        _held.update(_serials() - before)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note which tests fail."""
-    report = yield
-    item.stash[_failed] = report.failed or item.stash.get(_failed, False)
-    return report
-
-
 _imported = 0
 
 
@@ -193,26 +167,3 @@ def _let_imports_be() -> None:
         _imported = len(sys.modules)
         gc.collect()
         gc.freeze()
-
-
-def _serials() -> set[int]:
-    from remap import lifetime
-
-    return {thing.serial for thing in lifetime.live()}
-
-
-def _close_what_is_left() -> None:
-    import remap
-    from remap import lifetime
-
-    left = [thing for thing in lifetime.live() if thing.serial not in _held]
-    for stream in left:
-        if isinstance(stream, remap.Stream):
-            with suppress(remap.RemapError), stream.device.current():
-                driver: Any = remap.driver()
-                if stream.capturing:
-                    driver.graph_destroy(driver.end_capture(stream.handle))
-    # What stands on others comes after them in the list, and is closed before them.
-    for thing in reversed(left):
-        with suppress(remap.RemapError):
-            thing.close()

@@ -18,7 +18,7 @@ from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_s
 from remap.locations import Device, device
 from remap.sizes import Size, parse_offset
 from remap.streams import Queue, StreamLike, default_handle
-from remap.types import Access, Location
+from remap.types import Access, Host, Location
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -195,12 +195,13 @@ class DeviceArray:
         """
         self.owner._check()
         with self.owner._driver.lock:  # nobody takes the right away between the look at it and the view
+            self.owner._check_there("view by NumPy")
             places = self._cpu_places()
             if not places:
                 raise AccessError(
                     f"a NumPy view of {self.owner.describe()}",
                     rule="the CPU has no access to it",
-                    next_step="Copy with to_host(), or allocate with resident=Host(), accessing=[Host(), 0]",
+                    next_step=f"Copy with to_host(), or let the CPU look. {self._look_step()}",
                 )
             export = self._export("view by NumPy", read_only=not self._writable(places), cpu=True)
         self.owner._wait_for_work("view by NumPy")
@@ -310,7 +311,8 @@ class DeviceArray:
 
     def _dlpack_places(self) -> tuple[tuple[int, int], ...]:
         """Return where the memory can be handed out without a copy, the place that holds it first."""
-        self.owner._check()
+        with self.owner._driver.lock:
+            self.owner._check_there("a DLPack capsule")
         # A simulated device is none that a consumer of DLPack could know.
         cuda = self.owner._driver.name == "cuda"
         places = [(dlpack.CUDA, one.index) for one in self.owner.accessing if cuda]
@@ -326,8 +328,17 @@ class DeviceArray:
         return ExportError(
             f"a DLPack capsule of {self.owner.describe()}",
             rule=f"the CPU has no access to it, and no CUDA device (the driver is {self.owner._driver.name})",
-            next_step="Copy with to_host(), or ask for a copy on the CPU with dl_device=(1, 0)",
+            next_step="Copy with to_host(), or as dl_device=(1, 0) does, or let the CPU look. "
+            + self._look_step(),
         )
+
+    def _look_step(self) -> str:
+        """Say how the CPU gets to look at the memory: by a right, where it can have one there."""
+        places = {held.location for held in self.owner._held() if held.location.is_device}
+        if not all(device(place.index).capabilities["coherent"] for place in places):
+            return "Allocate with resident=remap.Host(), accessing=[remap.Host(), 0]"
+        most = max(self.owner._rights.values(), key=list(Access).index, default=Access.READ_WRITE)
+        return self.owner._grant_step(Host(), most)
 
     def _writable(self, places: Iterable[Location]) -> bool:
         """Tell whether any of several locations may write this part of the memory."""

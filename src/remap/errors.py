@@ -132,9 +132,13 @@ class DriverError(RemapError):
         self.name = name
         self.code = code
 
+    injected: bool = False
+    """Whether no driver refused the call, but a test did (`remap.drivers.wrappers.Faulty`)."""
+
     def __str__(self) -> str:
         """Return the message with the driver's own words at its end."""
-        return f"{super().__str__()} [{self.call}: {self.name} ({self.code})]"
+        told = ", injected by Faulty" if self.injected else ""
+        return f"{super().__str__()} [{self.call}: {self.name} ({self.code}){told}]"
 
 
 class OutOfMemoryError(DriverError, MemoryError):

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, SupportsIndex, TypeAlias
 from remap import drivers
 from remap.drivers.memory_types import probe
 from remap.drivers.protocol import Driver
-from remap.errors import InvalidValueError, OutOfMemoryError, not_supported
+from remap.errors import InvalidValueError, OutOfMemoryError, RemapError, not_supported
 from remap.lifetime import drain, queued
-from remap.sizes import counted, format_size
+from remap.sizes import KiB, MiB, counted, format_size
 from remap.types import (
     Access,
     AllocationProperties,
@@ -140,8 +140,12 @@ class Device:
         return hash((Device, self.index))
 
     def __repr__(self) -> str:
-        """Return driver, number and name."""
-        return f"<remap.Device {self.index} of the {self._driver.name} driver: {self.name}>"
+        """Return driver, number and name, or why its driver does not tell the name."""
+        try:
+            name = self.name
+        except RemapError as error:
+            name = error.rule or str(error)
+        return f"<remap.Device {self.index} of the {self._driver.name} driver: {name}>"
 
     def __str__(self) -> str:
         """Return `device 0`."""
@@ -191,6 +195,9 @@ LocationLike: TypeAlias = Device | Location | SupportsIndex
 
 AccessLike: TypeAlias = Mapping[Any, Access | str]
 """What is taken as access: locations (a device, its number, `remap.Host()`) and "r", "rw" or "none" for each."""
+
+RightLike: TypeAlias = Access | str | AccessLike
+"""What is taken where memory is made: one right for all who are `accessing` it, or a right for each location."""
 
 
 class _Known:
@@ -267,6 +274,7 @@ def location(where: LocationLike) -> Location:
 
 def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[Location, ...]:
     """Return one or several places as distinct locations, in the order given; raises for none or a repeat."""
+    check_no_mapping(where, what)
     if isinstance(where, str | bytes):  # iterable, but no locations are in it
         number = str(where).rpartition(":")[2]
         step = (
@@ -287,6 +295,13 @@ def locations(where: LocationLike | Iterable[LocationLike], what: str) -> tuple[
         repeated = next(place for place in found if found.count(place) > 1)
         raise InvalidValueError(f"{what} naming {repeated} twice", rule="each location counts once")
     return found
+
+
+def check_no_mapping(where: Any, what: str) -> None:
+    """Raise for a mapping where locations are named: what it says of each would be lost."""
+    if isinstance(where, Mapping):
+        step = "Pass the mapping as access=" if what == "accessing" else "Pass list(mapping)"
+        raise TypeError(f"{what} names locations alone, and not a value for each: {where!r}. {step}")
 
 
 def parse_handle_types(
@@ -316,6 +331,34 @@ def parse_access(access: AccessLike | None) -> Grants:
     return tuple((location(place), Access.parse(right)) for place, right in access.items())
 
 
+def parse_rights(
+    access: RightLike,
+    accessing: LocationLike | Iterable[LocationLike] | None,
+    places: tuple[Location, ...],
+) -> Grants:
+    """Return who gets which right: those that a mapping names, else all `accessing`, by default `places`, the one."""
+    if isinstance(access, str) or not isinstance(access, Mapping):
+        right = Access.parse(access)
+        return tuple(
+            (user, right) for user in (places if accessing is None else locations(accessing, "accessing"))
+        )
+    if accessing is not None:
+        raise InvalidValueError(
+            "access= with a right for each location, and accessing=",
+            rule="both say who may touch the memory",
+            next_step="Leave accessing= out",
+        )
+    if not access:
+        raise InvalidValueError("access of no location", rule="name at least one device or host location")
+    return parse_access(access)
+
+
+def highest_right(access: RightLike) -> Access:
+    """Return the right that all are given, or the highest of those that a mapping gives."""
+    rights = access.values() if isinstance(access, Mapping) else (access,)
+    return max(map(Access.parse, rights), key=list(Access).index, default=Access.NONE)
+
+
 def _own(found: Device, driver: Any) -> Device:
     if found._driver is not driver:
         raise InvalidValueError(
@@ -326,11 +369,24 @@ def _own(found: Device, driver: Any) -> Device:
     return found
 
 
+def _larger_machine(at: Device, size: int) -> str:
+    """Return the call that simulates the present devices, this one larger; alike they stay alike."""
+    sizes = [one.properties.memory for one in devices()]
+    count = f"devices={len(sizes)}, " * (len(sizes) != 2)
+    alike = len(set(sizes)) == 1
+    sizes[at.index] = size
+    written = [f'"{one // MiB}MiB"' if one % MiB == 0 else f'"{one // KiB}KiB"' for one in sizes]
+    memory = written[at.index] if alike else f"[{', '.join(written)}]"
+    return f'remap.use("host", {count}memory={memory})'
+
+
 def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Location) -> OutOfMemoryError:
     """Reword an error where `size` bytes were not to be had at a location: what there is, and what to do about it.
 
     What no closing and pausing could make room for is told apart: then only a larger machine, or more devices, help.
     """
+    if error.injected:
+        return error.explain(asked)
     if not where.is_device:
         return error.explain(asked, next_step=error.next_step or "Close, pause or trim something there first")
     at = device(where.index)
@@ -341,7 +397,8 @@ def explain_shortage(error: OutOfMemoryError, asked: str, size: int, where: Loca
     step = "Ask for less, or spread it over several devices (resident=)"
     if at._driver.name == "host":
         needed = size + info.total - info.free  # with what is in use there already
-        larger = format_size(1 << (needed - 1).bit_length()).replace(" ", "")
-        step = f'Ask for less, or simulate larger devices: remap.use("host", memory="{larger}")'
+        step = (
+            f"Ask for less, or simulate larger devices: {_larger_machine(at, 1 << (needed - 1).bit_length())}"
+        )
     rule = f"the whole device has {format_size(info.total)}, and {format_size(info.free)} are free"
     return error.explain(asked, rule=rule, next_step=step)

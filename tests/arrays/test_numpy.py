@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -51,6 +53,61 @@ def test_refused_off_the_host(private: remap.Buffer) -> None:
     with pytest.raises(remap.AccessError):
         np.asarray(array)
     private.close()  # the refusals left no export behind
+
+
+GRANT = r"set_access\(\{.*?\}\)"
+
+
+def advised(ask: Callable[[], object], said: str) -> str:
+    """Return what the refusal of a view says is to be done, to be run."""
+    with pytest.raises(remap.AccessError, match="let the CPU look") as caught:
+        ask()
+    found = re.search(said, caught.value.next_step)
+    assert found, caught.value.next_step
+    return found[0]
+
+
+def test_what_lets_the_cpu_look() -> None:
+    """The advice is what helps there: a right for memory of the host, other memory for what lies on a device."""
+    other = "resident=.*0]"
+    if remap.device(0).capabilities["coherent"]:
+        pytest.skip("the CPU may look at memory of this device")
+    with remap.allocate(1, resident=0) as buffer:
+        array = buffer.array("u1", 16)
+        for ask in (array.numpy, lambda: array.__dlpack__(copy=False)):
+            if ask != array.numpy and remap.driver().name == "cuda":
+                continue
+            options = advised(ask, other)
+            with eval(f"remap.allocate(1, {options})", {"remap": remap}) as instead:
+                assert instead.array("u1", 16).numpy().size == 16
+        remap.pause(buffer)
+        for ask in (array.numpy, array.__dlpack__, array.__dlpack_device__):
+            with pytest.raises(remap.PausedError, match=r"remap\.resume"):
+                ask()
+        remap.resume(buffer)
+        remap.migrate(buffer, Host())
+        eval(f"buffer.{advised(array.numpy, GRANT)}", {"remap": remap, "buffer": buffer})
+        array.numpy()[:] = 1
+        with pytest.raises(remap.AccessError) as caught:
+            remap.migrate(buffer, 0)
+        found = re.search(r"buffer\.set_access.*\)", caught.value.next_step)
+        assert found
+        eval(found[0], {"remap": remap, "buffer": buffer})
+        remap.migrate(buffer, 0)
+
+
+@pytest.mark.parametrize("access", ["r", "rw"])
+def test_what_lets_the_cpu_look_at_shared_memory(access: str) -> None:
+    """An import is given the right that it was opened with, at most."""
+    if not remap.device(0).capabilities["host_numa_vmm"]:
+        pytest.skip("needs host memory that can be shared")
+    memory = remap.allocate(1, resident=remap.HostNuma(0), accessing=0, shareable="posix_fd")
+    with memory, remap.export(memory) as exported, remap.open(exported, access=access, accessing=0) as other:
+        array = other.array("u1", 16)
+        step = advised(array.numpy, GRANT)
+        assert f'"{access}"' in step
+        eval(f"other.{step}", {"remap": remap, "other": other})
+        assert array.numpy().flags.writeable == (access == "rw")
 
 
 def test_asarray(shared: remap.Buffer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 import threading
 from collections.abc import Generator
 from functools import partial
@@ -136,11 +137,65 @@ def test_a_refused_call_does_not_arrive(host: Driver) -> None:
     assert not context_lost()
 
 
-@pytest.mark.parametrize(("calls", "nth"), [(("no_such_call",), 1), (("fail",), 1), (("create",), 0)])
-def test_faults_that_could_never_strike(host: Driver, calls: tuple[str, ...], nth: int) -> None:
-    """A method that does not exist, or a count below 1, is refused."""
-    with pytest.raises(InvalidValueError):
+@pytest.mark.parametrize(
+    ("calls", "nth", "said"),
+    [
+        (("no_such_call",), 1, r"Name a method of remap\.drivers\.protocol\.Driver"),
+        (("fail",), 1, "Did you mean"),
+        (("creat",), 1, "Did you mean 'create'"),
+        (("create", "cuMemCreat"), 1, "no call 'cuMemCreat'. Did you mean 'cuMemCreate'"),
+        (("create",), 0, "counted from 1"),
+    ],
+)
+def test_faults_that_could_never_strike(host: Driver, calls: tuple[str, ...], nth: int, said: str) -> None:
+    """A method that does not exist, or a count below 1, is refused; what was meant is named."""
+    with pytest.raises(InvalidValueError, match=said):
         Faulty(host).fail(*calls, nth=nth)
+
+
+def test_faults_by_the_name_that_errors_have(host: Driver) -> None:
+    """A call goes by the CUDA function that its errors name, too: all methods that stand for it are counted."""
+    faulty = Faulty(host)
+    faulty.fail("cuMemCreate", result=CudaResult.OUT_OF_MEMORY)
+    with pytest.raises(remap.OutOfMemoryError) as caught:
+        faulty.create(2 * MiB, HERE)
+    assert caught.value.call == "cuMemCreate"
+    faulty.fail("cuEventCreate", nth=2)
+    faulty.retain_context(0)
+    faulty.push_context(1)
+    event = faulty.create_event()
+    with pytest.raises(DriverError, match="cuEventCreate"):
+        faulty.create_shared_event()
+    faulty.destroy_event(event)
+    faulty.pop_context()
+    faulty.release_context(0)
+    assert faulty.refused == ("create", "create_shared_event")
+
+
+def test_an_injected_error_says_so() -> None:
+    """No advice to make room where a test has refused the memory; and who looks can tell, after a pickle as well."""
+    before = remap.driver()
+    faulty = Faulty(before)
+    remap.use(faulty)
+    try:
+        with remap.ElasticBuffer(4 * MiB) as cache:
+            for ask in (
+                lambda: remap.allocate(2 * MiB),
+                lambda: cache.resize(2 * MiB),
+                lambda: remap.DeviceBuffer.empty(4, source="plain"),
+            ):
+                faulty.fail("create", "allocate", result=CudaResult.OUT_OF_MEMORY, repeat=True)
+                with pytest.raises(remap.OutOfMemoryError, match="injected by Faulty") as caught:
+                    ask()
+                assert "free there" not in str(caught.value)
+                assert caught.value.injected
+                assert pickle.loads(pickle.dumps(caught.value)).injected
+                faulty.heal()
+        with pytest.raises(remap.OutOfMemoryError) as caught:
+            remap.allocate("1TiB")
+        assert not caught.value.injected
+    finally:
+        remap.use(before)
 
 
 def test_the_functions_exist() -> None:

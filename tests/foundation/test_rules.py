@@ -151,6 +151,48 @@ def test_nobody_gets_a_right_unnamed(stage: Stage, move: str) -> None:
     assert stage.inner is not None
 
 
+MAKERS: dict[str, Callable[..., remap.Buffer]] = {
+    "allocate": lambda **options: remap.allocate(SIZE, **options),
+    "elastic": lambda **options: remap.ElasticBuffer(2 * SIZE, **options),
+    "ring": lambda **options: remap.RingBuffer(SIZE, **options),
+}
+
+
+@pytest.mark.two_devices
+@pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_location_gets_the_right_it_was_named_with(kind: str) -> None:
+    """A mapping in `access=` says who may do what, asleep or not; the same locations the other way round, too (12)."""
+    each: list[dict[int, str]] = [{0: "rw", 1: "r"}, {0: "r", 1: "rw"}, {1: "rw"}, {0: "rw", 1: "none"}]
+    for rights in each:
+        with MAKERS[kind](access=rights) as buffer:
+            if isinstance(buffer, remap.ElasticBuffer):
+                buffer.resize(SIZE)
+            wanted = [rights.get(at, "none") for at in (0, 1)]
+            for _ in range(2):
+                assert [buffer.get_access(at) for at in (0, 1)] == wanted
+                assert [buffer.access.get(at.location, Access.NONE) for at in remap.devices()[:2]] == wanted
+                remap.pause(buffer)
+                remap.resume(buffer)
+
+
+@pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_rights_are_not_lost(kind: str) -> None:
+    """A right for each location where only locations are named is refused, and says where it belongs (12)."""
+    make = MAKERS[kind]
+    with pytest.raises(TypeError, match="Pass the mapping as access="):
+        make(accessing={0: "r"})
+    with pytest.raises(remap.InvalidValueError, match="Leave accessing= out"):
+        make(accessing=0, access={0: "r"})
+    with pytest.raises(remap.InvalidValueError, match="at least one"):
+        make(access={})
+    with pytest.raises(remap.InvalidValueError, match='"none", "r" or "rw"'):
+        make(access={0: "w"})
+    with pytest.raises(TypeError, match=r"Pass list\(mapping\)"):
+        remap.allocate(SIZE, resident={0: "r"})
+
+
 @pytest.mark.usefixtures("stage")
 def test_a_mapping_begins_with_no_rights() -> None:
     """A mapping without `access=` is nobody's; its alias has its own rights, and only those (12, T6)."""

@@ -50,7 +50,7 @@ def body():
         try:
             call()
         except ForkedError as error:
-            assert "fork" in str(error) and "new HostDriver" in str(error)
+            assert "fork" in str(error) and "Open another in the child" in str(error)
         else:
             raise AssertionError(call)
     with driver.lock:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from remap.drivers.graph_powers import GraphFigures
 from remap.errors import AccessError, InvalidValueError, OutOfMemoryError
 from remap.integrations.support import missing
 from remap.sizes import format_size, parse_size
+from remap.testing import simulated
 
 
 def whole() -> int:
@@ -64,6 +66,25 @@ def test_larger_devices_have_room_for_what_is_there() -> None:
     named = re.search(r'memory="(\w+)"', caught.value.next_step)
     assert named
     assert parse_size(named[1]) >= used + each
+
+
+@pytest.mark.parametrize(
+    "memory", [["256MiB", "128MiB", "64MiB", "8MiB"], ["8MiB"], "8MiB", ["16MiB", "8704KiB"]]
+)
+def test_a_larger_machine_is_the_same_but_for_one_device(memory: list[str] | str) -> None:
+    """The machine that a shortage proposes has room, as many devices, and none that is smaller than before."""
+    options: dict[str, Any] = {"memory": memory, "granularity": "512KiB"}
+    with simulated(devices=4 if isinstance(memory, str) else len(memory), **options):
+        before = [one.properties.memory for one in remap.devices()]
+        with pytest.raises(OutOfMemoryError) as caught:
+            remap.allocate(len(before) * parse_size("64MiB"), resident=remap.devices())
+        found = re.search(r"remap\.use\(\"host\", .*\)", caught.value.next_step)
+        assert found
+        eval(found[0].removesuffix(")") + ", granularity='512KiB')")
+        after = [one.properties.memory for one in remap.devices()]
+        assert len(after) == len(before)
+        assert all(new >= old for new, old in zip(after, before, strict=True))
+        assert isinstance(memory, str) or sum(new != old for new, old in zip(after, before, strict=True)) == 1
 
 
 MARK = re.compile(r"\b(invariant|trap)s? \d|\([A-T]\d+\)")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +63,22 @@ def test_a_mapping_has_its_own_keeps(stage: Stage, keep: Keep) -> None:
                 call()
         remap.resume([buffer])
         assert int(buffer.to_host()[0]) == 3
+
+
+def test_a_directory_means_something(stage: Stage, tmp_path: Path) -> None:
+    """A directory where nothing can go any more is refused, and one where nothing was to go is noted."""
+    del stage
+    other = tmp_path / "other"
+    with remap.allocate(SIZE) as buffer:
+        assert "directory=" in str(remap.pause(buffer, directory=tmp_path))
+        remap.resume(buffer)
+        assert "directory=" not in str(remap.pause(buffer, "disk", directory=tmp_path))
+        for place in (other, str(other), tmp_path / ".."):
+            with pytest.raises(remap.PausedError, match=f"in {re.escape(str(tmp_path))} already. Resume"):
+                remap.pause({buffer: "disk"}, directory=place)
+        for same in (None, tmp_path, other / ".."):
+            assert remap.pause(buffer, "disk", directory=same).buffers == 0
+        remap.resume(buffer)
 
 
 def test_a_pause_waits_for_others_to_let_go(stage: Stage) -> None:
@@ -141,7 +159,7 @@ def test_a_pause_does_not_wait_for_other_processes(stage: Stage) -> None:
     with remap.allocate(SIZE, shareable="posix_fd") as buffer:
         with (
             remap.export(buffer),
-            pytest.raises(remap.InUseError, match="other processes hold its memory"),
+            pytest.raises(remap.InUseError, match="may still hold its memory"),
         ):
             remap.pause(buffer, wait=3600)
         assert not buffer.paused

@@ -50,6 +50,21 @@ def test_create_and_open(broker: BrokerProcess, nothing_left: None) -> None:
             client.drop("weights")
 
 
+@pytest.mark.two_devices
+def test_a_right_for_each_location(broker: BrokerProcess, nothing_left: None) -> None:
+    """A client takes a right for each location as allocations do; whoever gets "rw" for one of them is a writer."""
+    del nothing_left
+    both = (remap.device(0), remap.device(1))
+    with remap.connect(broker.path) as client:
+        with client.create("weights", SIZE, resident=0, access={0: "rw", 1: "r"}) as made:
+            assert [made.get_access(at) for at in both] == ["rw", "r"]
+        with client.open("weights", access={1: "r"}) as reader, client.open("weights"):
+            assert [reader.get_access(at) for at in both] == ["none", "r"]
+            with pytest.raises(remap.InUseError, match="for reading"):
+                client.open("weights", access={0: "r", 1: "rw"})
+        client.drop("weights")
+
+
 def test_it_outlives_its_users(broker: BrokerProcess, nothing_left: None) -> None:
     """Weights live on when every worker that used them was killed, and are mapped again where they were (T14)."""
     del nothing_left

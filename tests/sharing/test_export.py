@@ -66,6 +66,26 @@ def test_rights_are_what_was_asked(stage: Stage) -> None:
         remap.export(buffer, access="none")
 
 
+@pytest.mark.two_devices
+def test_a_right_for_each_location(stage: Stage) -> None:
+    """Whoever opens memory may say who gets which right; the highest has to be offered (invariant 12)."""
+    del stage
+    with shareable() as buffer, remap.export(buffer, access="r") as exported:
+        with pytest.raises(remap.AccessError, match='offers "r"'):
+            remap.open(exported, access={0: "rw", 1: "r"})
+        with remap.open(exported, access={1: "r"}) as other:
+            assert [other.get_access(at) for at in (0, 1)] == [remap.Access.NONE, remap.Access.READ]
+        with pytest.raises(TypeError, match="Pass the mapping as access="):
+            remap.open(exported, accessing={1: "r"})
+    with (
+        shareable() as buffer,
+        remap.export(buffer) as exported,
+        remap.open(exported, access={0: "rw", 1: "r"}) as other,
+    ):
+        assert [other.get_access(at) for at in (0, 1)] == [remap.Access.READ_WRITE, remap.Access.READ]
+        assert set(other.access) == {remap.device(0).location, remap.device(1).location}
+
+
 @pytest.mark.parametrize(
     ("result", "error"),
     [
@@ -255,6 +275,26 @@ def test_an_exported_buffer_stays_where_it_is(stage: Stage) -> None:
             remap.export(buffer)
         assert not buffer._shared
         remap.resume(buffer)
+
+
+@pytest.mark.parametrize("kind", ["pause", "migrate", "decommit"])
+def test_a_buffer_that_was_exported_tells_what_is_known(stage: Stage, kind: str) -> None:
+    """Nobody can know whether importers are still there: the refusal says so, and not that they are."""
+    del stage
+    with remap.ElasticBuffer(SIZE, resident=0, shareable="posix_fd") as buffer:
+        buffer.resize(SIZE)
+        with remap.export(buffer) as exported:
+            remap.open(exported).close()
+        acts: dict[str, Callable[..., object]] = {
+            "pause": lambda **options: remap.pause(buffer, **options),
+            "migrate": lambda **options: remap.migrate(buffer, 0, **options),
+            "decommit": lambda **options: buffer.decommit(0, SIZE, **options),
+        }
+        with pytest.raises(
+            remap.InUseError, match=r"others whom remap cannot know of may .* detach=True if nobody does"
+        ):
+            acts[kind]()
+        acts[kind](detach=True)
 
 
 def test_an_import_can_be_exported_again(stage: Stage) -> None:

@@ -19,11 +19,16 @@ from remap.errors import InUseError, OutOfMemoryError, PausedError, RemapError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.launches import launches
 from remap.lifetime import Description, Release, Rollback, call_all, drain, queued, undo
-from remap.locations import LocationLike
+from remap.locations import LocationLike, RightLike
 from remap.ranges import Granted, grant
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
 from remap.types import Access, AllocationProperties, Facts, HandleType, Held, Location
+
+SHARED = "it was exported or opened, and others whom remap cannot know of may still hold its memory, and go on using it"
+"""Why shared memory stays where it is."""
+
+SHARED_STEP = "Pass detach=True if nobody does, or if they may keep what they have"
 
 
 class Buffer(Span):
@@ -39,7 +44,7 @@ class Buffer(Span):
     _paused: str = ""
     # While it is paused, what residency keeps of it: `drop()` gives that back.
     _backup: Any = None
-    # Whether other processes hold memory of this buffer; the wing for sharing says so.
+    # Whether others may hold memory of this buffer, once exported or opened; the wing for sharing says so.
     _shared: bool = False
     # The tags that it was made under; residency says so.
     _groups: tuple[str, ...] = ()
@@ -257,7 +262,7 @@ def allocate(
     device: LocationLike | None = None,
     resident: LocationLike | Iterable[LocationLike] | None = None,
     accessing: LocationLike | Iterable[LocationLike] | None = None,
-    access: Access | str = Access.READ_WRITE,
+    access: RightLike = Access.READ_WRITE,
     alignment: Size | None = None,
     shareable: HandleType | str | Iterable[HandleType | str] | None = None,
     compressible: bool = False,
@@ -268,9 +273,9 @@ def allocate(
 
     The size is rounded up to a multiple of locations × granularity; read it back from `.size`. `resident` defaults
     to the fastest device (`device=` is short for one place), `accessing` to the resident locations; they get `access`
-    ("rw" by default) and nobody else gets any. `alignment` is a power of two. `shareable` fixes now which handles the
-    buffer can be exported as; `compressible` is a request whose outcome `.outcome()` reads back. The contents are
-    undefined; `poison=True` fills them with 0xCB, to make mistakes visible.
+    ("rw" by default) and nobody else gets any. `access={0: "rw", 1: "r"}` says it of each. `alignment` is a power of
+    two. `shareable` fixes now which handles the buffer can be exported as; `compressible` is a request whose outcome
+    `.outcome()` reads back. The contents are undefined; `poison=True` fills them with 0xCB, to make mistakes visible.
 
     Raises `OutOfMemoryError`, `OutOfAddressSpaceError`, `AccessError` where an accessing device cannot reach a
     resident one, `NotSupportedError`. A failure leaves nothing behind. Source: cuMemAddressReserve, cuMemCreate,
@@ -289,7 +294,7 @@ def allocate(
         stripes = len(placement.properties)
         share = f", one of {stripes} stripes of a buffer of {format_size(stripe * stripes)}"
         raise error.explain(error.asked + share * (stripes > 1)) from None
-    if poison and number and Access.parse(access).writable:
+    if poison and number and any(right.writable for right in buffer._rights.values()):
         try:
             buffer.fill(POISON)
         except BaseException as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from remap.buffers.base import Buffer
+from remap.buffers.base import SHARED, SHARED_STEP, Buffer
 from remap.buffers.shares import Share
 from remap.errors import InUseError
 from remap.launches import launches
@@ -91,10 +91,10 @@ class ChangingBuffer(Buffer):
                 if self._shared and not detach:
                     raise InUseError(
                         asked,
-                        rule="other processes hold its memory, and would go on using it",
+                        rule=SHARED,
                         next_step="Copy what is needed into another buffer, which they do not hold"
                         if detach is None
-                        else "Pass detach=True if they may",
+                        else SHARED_STEP,
                     )
                 self._taken, begun = doing, True
             try:

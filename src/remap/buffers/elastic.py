@@ -19,7 +19,7 @@ from remap.errors import AccessError, InvalidValueError
 from remap.handles import parse_alignment
 from remap.launches import launches
 from remap.lifetime import Description, drain, epoch, queued, undo
-from remap.locations import LocationLike
+from remap.locations import LocationLike, RightLike
 from remap.sizes import Size, counted, format_size, parse_size, round_up
 from remap.spans import Chunk
 from remap.streams import Queue
@@ -64,7 +64,7 @@ class ElasticBuffer(ForkingBuffer):
         device: LocationLike | None = None,
         resident: LocationLike | Iterable[LocationLike] | None = None,
         accessing: LocationLike | Iterable[LocationLike] | None = None,
-        access: Access | str = Access.READ_WRITE,
+        access: RightLike = Access.READ_WRITE,
         chunk: ChunkLike | None = None,
         shareable: HandleType | str | Iterable[HandleType | str] | None = None,
         compressible: bool = False,

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from remap.errors import AccessError, DriverError, InvalidValueError
-from remap.locations import LocationLike, device, devices, locations, parse_handle_types
+from remap.locations import (
+    LocationLike,
+    RightLike,
+    check_no_mapping,
+    device,
+    devices,
+    locations,
+    parse_handle_types,
+    parse_rights,
+)
 from remap.types import Access, AllocationProperties, Grants, HandleType, Host, HostNuma, Location
 
 
@@ -47,17 +56,24 @@ def place(
     driver: Any,
     resident: LocationLike | Iterable[LocationLike] | None,
     accessing: LocationLike | Iterable[LocationLike] | None,
-    access: Access | str,
+    access: RightLike,
     shareable: HandleType | str | Iterable[HandleType | str] | None,
     compressible: bool,
     rdma: bool,
 ) -> Placement:
     """Check the options of an allocation and return what they amount to; raises before anything is allocated."""
+    if not isinstance(access, str) and isinstance(access, Mapping):
+        grants = parse_rights(access, accessing, ())
+        users = tuple(user for user, _ in grants)
+        reached = place(driver, resident, users, Access.NONE, shareable, compressible, rdma)
+        return replace(reached, grants=grants, rights=_readable(grants))
     known = _Placements.of(driver)
     key: Any = (resident, accessing, access, shareable, compressible, rdma)
     try:
         found = known.get(key)
     except TypeError:  # lists and sets have no hash
+        check_no_mapping(resident, "resident")
+        check_no_mapping(accessing, "accessing")
         key = tuple(_hashable(part) for part in key)
         found = known.get(key)
     if found is None:
@@ -90,14 +106,15 @@ def _place(
     rdma: bool,
 ) -> Placement:
     places = locations(device() if resident is None else resident, "resident")
-    users = places if accessing is None else locations(accessing, "accessing")
-    right = Access.parse(access)
+    grants = parse_rights(access, accessing, places)
     kinds = parse_handle_types(shareable)
-    check_reach(driver, users, places)
+    check_reach(driver, [user for user, _ in grants], places)
     properties = tuple(AllocationProperties(one, kinds, compressible, rdma) for one in places)
-    grants = tuple((user, right) for user in users)
-    rights = dict(grants) if right.readable else {}
-    return Placement(properties, grants, rights, granule(driver, properties[0]))
+    return Placement(properties, grants, _readable(grants), granule(driver, properties[0]))
+
+
+def _readable(grants: Grants) -> dict[Location, Access]:
+    return {user: right for user, right in grants if right.readable}
 
 
 def granule(driver: Any, properties: AllocationProperties) -> int:
@@ -121,7 +138,7 @@ def _host_nodes() -> list[Location]:
     return [HostNuma(node) for node in sorted(node for node in nodes if node is not None and node >= 0)]
 
 
-def check_reach(driver: Any, users: tuple[Location, ...], places: tuple[Location, ...]) -> None:
+def check_reach(driver: Any, users: Iterable[Location], places: tuple[Location, ...]) -> None:
     """Raise before anything is allocated if a user cannot reach a place: peer capability is needed (A6)."""
     for user in users:
         for place in places:

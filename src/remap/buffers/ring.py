@@ -13,7 +13,7 @@ from remap.dtypes import parse_dtype
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Rollback, drain, queued, undo
-from remap.locations import LocationLike
+from remap.locations import LocationLike, RightLike
 from remap.ranges import Granted
 from remap.sizes import Size, format_size, parse_size, round_up
 from remap.spans import Chunk, host_array
@@ -51,7 +51,7 @@ class RingBuffer(Buffer):
         *,
         device: LocationLike | None = None,
         accessing: LocationLike | Iterable[LocationLike] | None = None,
-        access: Access | str = Access.READ_WRITE,
+        access: RightLike = Access.READ_WRITE,
         second: Access | str | None = None,
         shareable: HandleType | str | Iterable[HandleType | str] | None = None,
         alignment: Size | None = None,
@@ -65,8 +65,10 @@ class RingBuffer(Buffer):
         self._size = size = round_up(parse_size(size, "size"), placement.granule)
         self._rights = placement.rights
         self.properties = placement.properties[0]
-        right = Access.parse(access) if second is None else Access.parse(second)
-        self._rights_apart = {where: right for where, _ in placement.grants if right.readable}
+        rights = dict(placement.grants)
+        if second is not None:
+            rights = dict.fromkeys(rights, Access.parse(second))
+        self._rights_apart = {where: right for where, right in rights.items() if right.readable}
         self._chunks = []
         self.head = 0
         self.tail = 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 VARIABLES = {
     "REMAP_DRIVER": "the driver to open: cuda or host",
+    "REMAP_HOST_OPTIONS": "the machine that the host driver simulates: devices=4,memory=256MiB",
     "REMAP_HOST_STATE": "a file through which processes share one host driver's budgets",
     "REMAP_TRACE": "record the run into this file (%p: the process)",
     "REMAP_TRACEBACK": "keep so many frames of where each object is made",

@@ -73,7 +73,8 @@ def _run(request: Request, report: Report) -> bool:
         for cycle in range(request.cycles):
             kept = _KEEPS[request.keep]
             with _bar("pausing") as progress:
-                slept = remap.pause(group, kept, directory=request.directory, progress=progress)
+                directory = request.directory if kept == "disk" else None
+                slept = remap.pause(group, kept, directory=directory, progress=progress)
             _show(report, f"pause {cycle + 1}", slept, link)
             report.step("", f"{format_size(at.memory().free)} free on {at}; the addresses stay reserved")
             with _bar("resuming") as progress:

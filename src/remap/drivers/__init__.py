@@ -11,7 +11,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from remap import lifetime
 from remap.drivers.protocol import Driver
@@ -21,7 +23,19 @@ from remap.lifetime import Rollback
 from remap.loading import loading
 from remap.sizes import counted
 
-__all__ = ["NAMES", "Driver", "close", "current", "on_leave", "open", "opened", "use"]
+__all__ = [
+    "NAMES",
+    "Driver",
+    "close",
+    "current",
+    "end",
+    "innermost",
+    "let_go",
+    "on_leave",
+    "open",
+    "opened",
+    "use",
+]
 
 NAMES = ("cuda", "host")
 """The drivers there are, in the order in which they are tried."""
@@ -31,7 +45,8 @@ def open(name: str | None = None, **options: Any) -> Driver:
     """Open and return a new driver, without making it the current one.
 
     `name` is `"cuda"`, `"host"` or None for the first that opens; `options` go to the driver (the host driver's
-    `devices=`, `memory=`, …). Raises `DriverNotFoundError` listing every attempt and its reason.
+    `devices=`, `memory=`, …; without any, it takes those of `REMAP_HOST_OPTIONS`). Raises `DriverNotFoundError`
+    listing every attempt and its reason.
     """
     if name is not None and name not in NAMES:
         raise InvalidValueError(
@@ -45,6 +60,10 @@ def open(name: str | None = None, **options: Any) -> Driver:
             driver = _load(candidate)
             if options:
                 _check_names(candidate, driver, options)
+            elif candidate == "host":
+                from remap.drivers.host.outside import open_described
+
+                driver = partial(open_described, driver)
             opened: Driver = driver(**options)
             return opened
         except InvalidValueError:
@@ -103,6 +122,8 @@ class _Choice:
 
 
 _choice = _Choice()
+_ended: WeakSet[Any] = WeakSet()  # the drivers that were shut down here; of a wrapper, what it wraps
+_adrift: WeakSet[lifetime.Resource] = WeakSet()
 _listeners: list[Callable[[Driver], None]] = []
 on_enter: list[Callable[[Driver], None]] = []
 """Called with each driver that becomes the current one; a trace listens to its calls from then on."""
@@ -155,10 +176,13 @@ def use(driver: str | Driver, **options: Any) -> Driver:
     """Make `driver` the current one and return it.
 
     `driver` is a name, with options for it (`use("host", devices=4, memory="256MiB")`), or a driver object, such as
-    one of the wrappers around another. Raises `InUseError` while objects of the present driver live, and where
-    another thread makes one in the middle of the change: one of the two is told.
+    one of the wrappers around another. With a name, the present driver is shut down, and can be used no more; with an
+    object it goes on, so that there is a way back. (For tests there is `remap.testing.simulated`.) Raises `InUseError`
+    while objects of the present driver live, and where another thread makes one in the middle of the change: one of
+    the two is told.
 
-    CUDA has no options. Those of the host driver say what machine it simulates:
+    CUDA has no options. Those of the host driver say what machine it simulates; where none are given,
+    `REMAP_HOST_OPTIONS="devices=4,memory=256MiB"` in the environment may name them:
 
     - `devices` (2): how many there are
     - `memory` ("512MiB"): what each has, or one size for each
@@ -187,28 +211,68 @@ def use(driver: str | Driver, **options: Any) -> Driver:
             rule = "a driver object has its options already"
             raise InvalidValueError(f"options {sorted(options)}", rule=rule)
         else:  # it may be a wrapper around the previous one, which then goes on
+            _check_not_ended(driver)
             new, previous = driver, None
             _leave(asked, rollback, ending=False)
         with _choice.lock:
             lifetime.enter(new)
             _set(new)
     if previous is not None:
-        previous.shutdown()
+        end(previous)
     return new
 
 
-def close() -> None:
+def close(*, shutdown: bool = True) -> None:
     """Shut the current driver down, contexts included; the next use opens one again.
 
-    Raises `InUseError` while objects live.
+    Without `shutdown` it goes on, for whoever opened it. Raises `InUseError` while objects live.
     """
     with _choice.changing:
         with Rollback() as rollback:
-            previous = _leave("closing the driver", rollback, ending=True)
+            previous = _leave("closing the driver", rollback, ending=shutdown)
             with _choice.lock:
                 _choice.driver = None
-        if previous is not None:
-            previous.shutdown()
+        if previous is not None and shutdown:
+            end(previous)
+
+
+def end(driver: Any) -> None:
+    """Shut a driver down that is no longer the current one, unless somebody still looks at memory of it.
+
+    Ending it again does nothing.
+    """
+    if innermost(driver) in _ended:
+        return
+    _ended.add(innermost(driver))
+    if not any(not thing.closed and innermost(thing._driver) is innermost(driver) for thing in _adrift):
+        driver.shutdown()
+
+
+def let_go(thing: lifetime.Resource) -> None:
+    """Let an object that refuses to close stand in nobody's way: it is given back when it is collected, in silence.
+
+    For what failed tests leave. Until then its driver is not shut down, since what looks at the memory would crash.
+    """
+    lifetime._live.pop(thing.serial, None)
+    thing._warns = False
+    _adrift.add(thing)
+
+
+def _check_not_ended(driver: Any) -> None:
+    if innermost(driver) in _ended:
+        raise InvalidValueError(
+            f"use of {driver!r}",
+            rule="it was shut down when another driver was named, or by closing it",
+            next_step=f'Open another with the same options: remap.use("{driver.name}", ...). Tests go back with '
+            "remap.testing.simulated",
+        )
+
+
+def innermost(driver: Any) -> Any:
+    """Return the driver inside of all wrappers."""
+    while (inner := getattr(driver, "inner", None)) is not None:
+        driver = inner
+    return driver
 
 
 def on_leave(listener: Callable[[Driver], None]) -> None:
@@ -241,7 +305,7 @@ def _check_idle(asked: str) -> None:
         raise InUseError(
             asked,
             rule=f"{counted(len(living), 'object')} of the present driver still alive: {listed}",
-            next_step="Close them first",
+            next_step="Close them first (in tests, remap.testing.plugin closes what a failed one has left)",
         )
 
 

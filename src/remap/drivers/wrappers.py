@@ -158,19 +158,32 @@ class Faulty(_Forwarding):
     def fail(
         self, *calls: str, nth: int = 1, result: CudaResult = CudaResult.UNKNOWN, repeat: bool = False
     ) -> None:
-        """Refuse the `nth` call from now on, counted over the methods `calls`, or over all if none is named.
+        """Refuse the `nth` call from now on, counted over `calls`, or over all if none is named.
 
-        `repeat` refuses every such call after it as well. Several faults may be planned; each counts by itself.
-        Raises `InvalidValueError` for a method that the driver does not have, since such a fault would never strike.
+        A call is a method of the driver, "create", or the CUDA function behind it, "cuMemCreate". `repeat` refuses
+        every such call after it as well. Several faults may be planned; each counts by itself. The error says that it
+        was injected. Raises `InvalidValueError` for what the driver does not have: it would never strike.
         """
-        unknown = [name for name in calls if name not in self.__dict__]
-        if unknown or nth < 1:
-            rule = (
-                "faults are counted from 1" if nth < 1 else f"the driver has no method {', '.join(unknown)}"
-            )
-            raise InvalidValueError(f"a fault at call {nth} of {', '.join(calls) or 'all'}", rule=rule)
+        asked = f"a fault at call {nth} of {', '.join(calls) or 'all'}"
+        if nth < 1:
+            raise InvalidValueError(asked, rule="faults are counted from 1")
+        by_function: dict[str, set[str]] = {}
+        for name in self.__dict__:
+            by_function.setdefault(CUDA_FUNCTIONS.get(name, name), set()).add(name)
+        names: set[str] = set()
+        for call in calls:
+            found = {call} if call in self.__dict__ else by_function.get(call)
+            if not found:
+                from difflib import get_close_matches
+
+                near = get_close_matches(call, (*self.__dict__, *by_function), n=1)
+                step = (
+                    f"Did you mean {near[0]!r}?" if near else "Name a method of remap.drivers.protocol.Driver"
+                )
+                raise InvalidValueError(asked, rule=f"the driver has no call {call!r}", next_step=step)
+            names |= found
         with self._counting:
-            self._plans.append(_Plan(frozenset(calls), result, repeat, nth))
+            self._plans.append(_Plan(frozenset(names), result, repeat, nth))
 
     def heal(self) -> None:
         """Drop every planned fault, and forget which calls were refused."""
@@ -203,7 +216,9 @@ class Faulty(_Forwarding):
                     self._plans.remove(plan)
             self._refused.append(name)
         call, rule = CUDA_FUNCTIONS.get(name, name), "a fault that a test asked for"
-        raise refused(driver_error(call, due[0].result, rule=rule))
+        error = driver_error(call, due[0].result, rule=rule)
+        error.injected = True
+        raise refused(error)
 
 
 @dataclass(eq=False, slots=True)
@@ -231,11 +246,14 @@ _OWN_NAMES = frozenset({"inner", "calls", "calls_to", "forget", "fail", "heal", 
 
 CUDA_FUNCTIONS = {
     "add_multicast_device": "cuMulticastAddDevice",
+    "address_range": "cuMemGetAddressRange",
+    "advise_managed": "cuMemAdvise",
     "allocate": "cuMemAlloc",
     "allocate_managed": "cuMemAllocManaged",
     "allocate_pinned": "cuMemHostAlloc",
     "begin_capture": "cuStreamBeginCapture",
     "bind_multicast": "cuMulticastBindMem",
+    "can_access_peer": "cuDeviceCanAccessPeer",
     "copy": "cuMemcpyDtoDAsync",
     "copy_to_device": "cuMemcpyHtoDAsync",
     "copy_to_host": "cuMemcpyDtoHAsync",
@@ -244,41 +262,68 @@ CUDA_FUNCTIONS = {
     "create_multicast": "cuMulticastCreate",
     "create_shared_event": "cuEventCreate",
     "create_stream": "cuStreamCreateWithPriority",
+    "destroy_event": "cuEventDestroy",
+    "destroy_stream": "cuStreamDestroy",
+    "device_count": "cuDeviceGetCount",
+    "device_pointer": "cuMemHostGetDevicePointer",
+    "elapsed": "cuEventElapsedTime",
     "end_capture": "cuStreamEndCapture",
+    "event_done": "cuEventQuery",
+    "export_event": "cuIpcGetEventHandle",
     "export_handle": "cuMemExportToShareableHandle",
+    "fill": "cuMemsetD8Async",
     "free": "cuMemFree",
+    "free_managed": "cuMemFree",
     "free_pinned": "cuMemFreeHost",
     "free_range": "cuMemAddressFree",
     "get_access": "cuMemGetAccess",
+    "get_function": "cuModuleGetFunction",
     "granularity": "cuMemGetAllocationGranularity",
     "graph_add_allocate": "cuGraphAddMemAllocNode",
     "graph_add_copy": "cuGraphAddMemcpyNode",
     "graph_add_fill": "cuGraphAddMemsetNode",
     "graph_add_free": "cuGraphAddMemFreeNode",
     "graph_add_kernel": "cuGraphAddKernelNode",
+    "graph_clone": "cuGraphClone",
     "graph_create": "cuGraphCreate",
+    "graph_destroy": "cuGraphDestroy",
+    "graph_exec_destroy": "cuGraphExecDestroy",
     "graph_instantiate": "cuGraphInstantiate",
     "graph_launch": "cuGraphLaunch",
     "graph_trim": "cuDeviceGraphMemTrim",
+    "graph_update": "cuGraphExecUpdate",
+    "graph_upload": "cuGraphUpload",
+    "import_event": "cuIpcOpenEventHandle",
     "import_handle": "cuMemImportFromShareableHandle",
     "launch": "cuLaunchKernel",
     "launch_host_function": "cuLaunchHostFunc",
     "load_module": "cuModuleLoadDataEx",
     "map": "cuMemMap",
     "memory_info": "cuMemGetInfo",
+    "multicast_granularity": "cuMulticastGetGranularity",
+    "pointer_info": "cuPointerGetAttribute",
     "pool_allocate": "cuMemAllocAsync",
     "pool_free": "cuMemFreeAsync",
+    "pool_trim": "cuMemPoolTrimTo",
     "prefetch": "cuMemPrefetchAsync",
+    "properties_of": "cuMemGetAllocationPropertiesFromHandle",
+    "record_event": "cuEventRecord",
     "register_pinned": "cuMemHostRegister",
     "release": "cuMemRelease",
     "reserve": "cuMemAddressReserve",
     "retain": "cuMemRetainAllocationHandle",
     "retain_context": "cuDevicePrimaryCtxRetain",
     "set_access": "cuMemSetAccess",
+    "stream_capturing": "cuStreamIsCapturing",
+    "stream_done": "cuStreamQuery",
     "synchronize_context": "cuCtxSynchronize",
     "synchronize_event": "cuEventSynchronize",
     "synchronize_stream": "cuStreamSynchronize",
+    "unbind_multicast": "cuMulticastUnbind",
+    "unload_module": "cuModuleUnload",
     "unmap": "cuMemUnmap",
+    "unregister_pinned": "cuMemHostUnregister",
+    "wait_event": "cuStreamWaitEvent",
 }
 """The CUDA functions behind the methods that tests let fail: an injected error names them as a real one does."""
 

@@ -58,7 +58,7 @@ from remap.integrations.tensors import (
     type_of,
 )
 from remap.integrations.tensors import torch as _torch
-from remap.locations import DeviceLike, LocationLike
+from remap.locations import DeviceLike, LocationLike, RightLike
 from remap.sharing.export import export as _export
 from remap.sharing.exported import Exported
 from remap.sharing.importing import open as _open
@@ -218,7 +218,7 @@ def export(tensor: Tensor, *, access: Access | str = Access.READ_WRITE, **option
 def open(
     exported: ExportedTensor,
     *,
-    access: Access | str = Access.READ,
+    access: RightLike = Access.READ,
     accessing: LocationLike | Sequence[LocationLike] | None = None,
     **options: Any,
 ) -> Tensor:

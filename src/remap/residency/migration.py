@@ -108,11 +108,15 @@ def migrate(
 
 def _check_rights(driver: Any, buffer: Buffer, place: Location) -> None:
     """Raise `AccessError` unless everyone with a right to a buffer can have it at another place."""
-    try:
-        check_reach(driver, tuple(buffer._rights), (place,))
-    except AccessError as error:
-        step = 'Take the right away first: buffer.set_access({location: "none"})'
-        raise error.explain(f"{buffer.describe()} to be migrated: {error.asked}", next_step=step) from None
+    for user in tuple(buffer._rights):
+        try:
+            check_reach(driver, (user,), (place,))
+        except AccessError as error:
+            named = user.index if user.is_device else user
+            step = f'Take the right away first: buffer.set_access({{{named!r}: "none"}})'
+            raise error.explain(
+                f"{buffer.describe()} to be migrated: {error.asked}", next_step=step
+            ) from None
 
 
 def _check_wakes(driver: Any, buffer: Buffer, place: Location) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def pause(
     Waits for the work that may still use the buffers, as closing does; `after=` names a stream or an event instead, or
     None: the caller's promise. Until it is resumed, a buffer refuses every use with `PausedError`; its arrays,
     pointers and captured graphs stay valid for the time after that. A buffer that is paused already is left alone,
-    if it is kept in the same way.
+    if it is kept in the same way, and in the `directory` that is named; else this raises `PausedError`.
 
     A failure before the first memory is given back changes nothing. After it, all buffers of the call end paused with
     their backups intact, and the error says so. Raises `InUseError` if a CPU view, or another thread in the middle of a
@@ -86,7 +87,9 @@ def pause(
         plans.clear()
         plans.update(chosen(asked, keep))
         for buffer in [
-            one for one, kept in plans.items() if not (one.closed or one._taken) and _is_paused(one, kept)
+            one
+            for one, kept in plans.items()
+            if not (one.closed or one._taken) and _is_paused(one, kept, directory)
         ]:
             del plans[buffer]
 
@@ -94,16 +97,19 @@ def pause(
     for buffer in plans:
         buffer._check()
     notes: list[str] = []
+    if directory is not None and "disk" not in chosen(asked, keep).values():
+        notes.append('directory= says where keep="disk" puts contents, and nothing was to be kept so')
     with held(plans, "paused", detach=detach, deadline=start + wait, again=choose):
         # Those that another thread has paused meanwhile.
-        for buffer in [one for one, kept in plans.items() if _is_paused(one, kept)]:
+        for buffer in [one for one, kept in plans.items() if _is_paused(one, kept, directory)]:
             del plans[buffer]
-        for buffer in _sharing_memory(buffer for buffer, kept in plans.items() if kept == "host"):
+        staying = _sharing_memory(buffer for buffer, kept in plans.items() if kept == "host")
+        for buffer in staying:
             notes.append(
                 f"{buffer.describe()} stays mapped: its device shares memory with the CPU, nothing would be freed"
             )
             del plans[buffer]
-        if notes:
+        if staying:
             check_forks(plans, "paused")
         wait_for_work(plans, after, "paused")
         reclaim(plans)
@@ -279,16 +285,22 @@ def _release(driver: Any, backups: Mapping[Buffer, Asleep]) -> BaseException | N
     return first
 
 
-def _is_paused(buffer: Buffer, kept: Keep) -> bool:
-    """Tell whether a buffer is paused already; raises `PausedError` if it is kept in another way."""
+def _is_paused(buffer: Buffer, kept: Keep, directory: str | os.PathLike[str] | None) -> bool:
+    """Tell whether a buffer is paused already; raises `PausedError` if it is kept in another way, or elsewhere."""
     if not buffer._paused:
         return False
-    if asleep(buffer).keep != kept:
-        raise PausedError(
-            f"pause of {buffer.describe()} with keep={kept!r}",
-            rule=f"it is paused with keep={asleep(buffer).keep!r} already",
-            next_step="Resume it first",
-        )
+    backup = asleep(buffer)
+    asked = f"pause of {buffer.describe()} with keep={kept!r}"
+    rule = ""
+    if backup.keep != kept:
+        rule = f"it is paused with keep={backup.keep!r} already"
+    elif directory is not None and backup.file is not None:
+        there = backup.file.directory
+        if Path(directory).resolve() != there.resolve():
+            asked += f" in {os.fspath(directory)}"
+            rule = f"it is paused with its contents in {there} already"
+    if rule:
+        raise PausedError(asked, rule=rule, next_step="Resume it first")
     return True
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
 from remap.arrays import DeviceArray
-from remap.buffers.base import Buffer
+from remap.buffers.base import SHARED, SHARED_STEP, Buffer
 from remap.buffers.changes import shares_of
 from remap.buffers.shares import Share
 from remap.errors import InUseError, InvalidValueError, RemapError
@@ -172,8 +172,8 @@ def _take(buffer: Buffer, doing: str, detach: bool, taken: list[AbstractContextM
     if buffer._shared and not detach:
         raise InUseError(
             f"{buffer.describe()} to be {doing}",
-            rule="other processes hold its memory, and would go on using the old one",
-            next_step="Pass detach=True if they may",
+            rule=SHARED,
+            next_step=SHARED_STEP,
         )
 
 

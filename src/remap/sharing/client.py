@@ -15,7 +15,7 @@ from typing import Any, Self
 from remap.buffers.base import allocate
 from remap.errors import ClosedError, ForkedError, InUseError, RemapError, RemapWarning, ShareError
 from remap.lifetime import end_block, epoch
-from remap.locations import LocationLike
+from remap.locations import LocationLike, RightLike, highest_right
 from remap.sharing.channel import Channel, Fds, deadline_in
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.export import export
@@ -80,15 +80,14 @@ class BrokerClient:
         """
         check_name(name)
         options["shareable"] = HandleType.POSIX_FD
-        accessing = options.get("accessing", options.get("resident"))
         with allocate(size, **options) as made, export(made) as exported:
             handles = exported.handles()
             lease = _Lease(name, made._identity, Access.READ_WRITE, 0)
             buffer = import_memory(
                 exported.descriptor,
                 handles,
-                access=Access.parse(options.get("access", Access.READ_WRITE)),
-                accessing=accessing,
+                access=options.get("access", Access.READ_WRITE),
+                accessing=options.get("accessing"),
                 hint=self._quiet.next(made.size),
                 on_close=((self._release, (lease,)),),
                 write_step=_write_step(name),
@@ -130,7 +129,7 @@ class BrokerClient:
         self,
         name: str,
         *,
-        access: Access | str = Access.READ,
+        access: RightLike = Access.READ,
         accessing: LocationLike | Iterable[LocationLike] | None = None,
         same_address: bool = False,
         wait: float = 0.0,
@@ -142,7 +141,7 @@ class BrokerClient:
         `InUseError` if others have it open, and what `remap.open` raises.
         """
         check_name(name)
-        right = Access.parse(access)
+        right = highest_right(access)
         deadline = deadline_in(wait)
         while True:
             # For a moment the broker waits itself: others that were just killed are gone then, and no time is lost.
@@ -165,7 +164,7 @@ class BrokerClient:
             return import_memory(
                 descriptor,
                 fds,
-                access=right,
+                access=access,
                 accessing=accessing,
                 same_address=same_address,
                 on_close=(step,),

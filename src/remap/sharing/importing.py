@@ -25,7 +25,16 @@ from remap.errors import (
 )
 from remap.handles import reserve_range
 from remap.lifetime import Release, Rollback, Step, drain, live, queued, undo
-from remap.locations import AccessLike, LocationLike, location, locations, parse_access
+from remap.locations import (
+    AccessLike,
+    LocationLike,
+    RightLike,
+    highest_right,
+    location,
+    locations,
+    parse_access,
+    parse_rights,
+)
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.exported import PATIENCE, Exported, receive
@@ -59,7 +68,7 @@ class ImportedBuffer(Buffer):
         driver: Any,
         descriptor: Descriptor,
         handles: Fds | tuple[bytes, ...],
-        access: Access,
+        access: RightLike,
         accessing: LocationLike | Iterable[LocationLike] | None,
         *,
         same_address: bool = False,
@@ -76,7 +85,7 @@ class ImportedBuffer(Buffer):
         self._handles = handles
         self._on_close = on_close
         self._write_step = write_step or _WRITE_STEP
-        self._most = access
+        self._most = highest_right(access)
         self._rights: Mapping[Location, Access] = {}
         self._chunks: list[Chunk] = []
         self._size = descriptor.size
@@ -102,7 +111,7 @@ class ImportedBuffer(Buffer):
     def _map(
         self,
         accessing: LocationLike | Iterable[LocationLike] | None,
-        access: Access,
+        access: RightLike,
         same_address: bool,
         hint: int,
         rollback: Rollback,
@@ -117,9 +126,8 @@ class ImportedBuffer(Buffer):
                 place = checked_place(driver, handle, chunk, shared)
                 self._chunks.append(Chunk(0, chunk.size, place))
             places = tuple(dict.fromkeys(chunk.location for chunk in self._chunks))
-            users = places if accessing is None else locations(accessing, "accessing")
-            check_reach(driver, users, places)
-            grants = tuple((user, access) for user in users)
+            grants = parse_rights(access, accessing, places)
+            check_reach(driver, [user for user, _ in grants], places)
             total = shared.mapped_size
             at, reserved = self._reserve(total, same_address, hint)
             rollback.undo(driver.free_range, at, reserved)
@@ -131,7 +139,7 @@ class ImportedBuffer(Buffer):
                 self._chunks[index] = self._chunks[index]._replace(address=at)
                 at += chunk.size
             driver.set_access(self._base, total, grants)
-            self._rights = dict(grants)
+            self._rights = {user: right for user, right in grants if right.readable}
         except BaseException as error:
             for handle, _ in imported:
                 undo(error, driver.release, handle)
@@ -210,7 +218,7 @@ class ImportedBuffer(Buffer):
 def open(  # users write remap.open
     source: Exported | bytes,
     *,
-    access: Access | str = Access.READ,
+    access: RightLike = Access.READ,
     accessing: LocationLike | Iterable[LocationLike] | None = None,
     same_address: bool = False,
     timeout: float = PATIENCE,
@@ -219,7 +227,8 @@ def open(  # users write remap.open
 
     `source` is what `remap.export` gave, after its journey through `multiprocessing`, or the bytes of its
     `to_bytes()`. `access` is "r" or "rw"; `accessing` names the locations that get it, by default those that hold the
-    bytes. With `same_address` the memory is mapped where the exporter has it, for programs that keep pointers in it.
+    bytes; `access={0: "rw", 1: "r"}` says it of each. With `same_address` the memory is mapped where the exporter has
+    it, for programs that keep pointers in it.
 
     Opening waits for no work: what is written when is for the two processes to agree on (`SharedEvent`, or a message
     sent after a wait). Raises `DescriptorError` if the description is malformed or is not what the driver says,
@@ -246,7 +255,7 @@ def import_memory(
     descriptor: Descriptor,
     handles: Fds | tuple[bytes, ...],
     *,
-    access: Access | str,
+    access: RightLike,
     accessing: LocationLike | Iterable[LocationLike] | None = None,
     same_address: bool = False,
     hint: int = 0,
@@ -260,8 +269,7 @@ def import_memory(
     """
     try:
         driver = drivers.current()
-        right = Access.parse(access)
-        _check_offer(driver, descriptor, right)
+        _check_offer(driver, descriptor, highest_right(access))
         if len(handles) != len(descriptor.chunks):
             raise DescriptorError(
                 f"{len(handles)} handles for {len(descriptor.chunks)} chunks",
@@ -271,7 +279,7 @@ def import_memory(
             driver,
             descriptor,
             handles,
-            right,
+            access,
             accessing,
             same_address=same_address,
             hint=hint,

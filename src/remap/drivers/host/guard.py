@@ -149,7 +149,7 @@ def context_lost() -> bool:
 def _closed(call: str) -> RemapError:
     rule = "the host driver was shut down"
     return driver_error(
-        call, CudaResult.DEINITIALIZED, asked=call, rule=rule, next_step="Open a new HostDriver"
+        call, CudaResult.DEINITIALIZED, asked=call, rule=rule, next_step='Open another: remap.use("host")'
     )
 
 
@@ -157,7 +157,7 @@ def _forked(call: str) -> RemapError:
     return ForkedError(
         call,
         rule=f"this driver was opened before a fork, and process {os.getpid()} is the child",
-        next_step="Open a new HostDriver in the child",
+        next_step='Open another in the child: remap.use("host")',
     )
 
 
