@@ -200,25 +200,29 @@ class Faulty(_Forwarding):
         plans = self._plans
 
         def checked(*arguments: Any, **keywords: Any) -> Any:
-            if plans:
-                self._strike(name)
+            if plans and (result := self._strike(name)) is not None:
+                raise _injected(name, result)
             return call(*arguments, **keywords)
 
         return checked
 
-    def _strike(self, name: str) -> None:
+    def _strike(self, name: str) -> int | None:
         with self._counting:
             due = [plan for plan in self._plans if plan.counts(name)]
             if not due:
-                return
+                return None
             for plan in due:
                 if not plan.repeat:
                     self._plans.remove(plan)
             self._refused.append(name)
-        call, rule = CUDA_FUNCTIONS.get(name, name), "a fault that a test asked for"
-        error = driver_error(call, due[0].result, rule=rule)
-        error.injected = True
-        raise refused(error)
+        return due[0].result
+
+
+def _injected(name: str, result: int) -> DriverError:
+    """Return the error of a fault. Not made where it is raised: that frame would hold it, and all that it passes."""
+    error = driver_error(CUDA_FUNCTIONS.get(name, name), result, rule="a fault that a test asked for")
+    error.injected = True
+    return refused(error)
 
 
 @dataclass(eq=False, slots=True)
