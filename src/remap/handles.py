@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, ClassVar
 
 from remap import drivers
@@ -352,10 +351,13 @@ def reserve_range(driver: Any, size: int, alignment: int = 0, hint: int = 0) -> 
     that alignment.
     """
     if hint:  # a wish: where there is no room for it, any other place will do
-        with suppress(OutOfAddressSpaceError):
-            return int(driver.reserve(size, alignment if hint % GiB else max(alignment, GiB), hint))
+        try:
+            address: int = driver.reserve(size, alignment if hint % GiB else max(alignment, GiB), hint)
+            return address  # with no call after it: an interrupt would lose the range
+        except OutOfAddressSpaceError:
+            pass
     try:
-        address: int = driver.reserve(size, alignment)
+        address = driver.reserve(size, alignment)
     except OutOfAddressSpaceError as error:
         raise error.explain(
             f"a reservation of {format_size(size)} of addresses",

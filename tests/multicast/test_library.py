@@ -141,6 +141,29 @@ def test_replicas_and_offsets(stack: ExitStack) -> None:
             MulticastObject.create(what[0], devices=what[1])
 
 
+@pytest.mark.parametrize("captured", ["memory", "view"])
+def test_a_refused_close_closes_nothing(stack: ExitStack, captured: str) -> None:
+    """Where the memory or the view of a symmetric buffer cannot go yet, both stay; then both go (invariant 5)."""
+    sym = stack.enter_context(remap.SymmetricBuffer(remap.SingleExchange(), MiB, multicast=True))
+    view = sym.multicast
+    module = stack.enter_context(remap.load(remap.source(SOURCE), device=0))
+    store = module.function("store", parameters=["pointer", "uint32"])
+    store.host(lambda _, everyone, value: None)
+    with remap.Stream(0) as stream:
+        with remap.capture(stream) as capture:
+            if captured == "memory":
+                sym.local.fill(1, stream=stream)
+            else:
+                store.launch(view, 1, grid=1, block=1, stream=stream)
+            with pytest.raises(InUseError, match="is being captured"):
+                sym.close()
+            assert (sym.closed, view.closed) == (False, False)
+        capture.graph.close()
+        sym.local.fill(2)
+        sym.close()
+        assert (sym.closed, view.closed) == (True, True)
+
+
 def test_a_view_is_for_kernels(stack: ExitStack) -> None:
     """A view refuses copies, fills and arrays: only multimem instructions mean anything there."""
     team = stack.enter_context(MulticastObject.create(MiB, devices=1))

@@ -178,7 +178,7 @@ def connected(link: Connection, path: str, name: str, access: str) -> None:
     """Have a buffer of a broker open, and send the connection."""
     client = remap.connect(path)
     buffer = client.open(name, access=access)
-    assert client._channel is not None
-    link.send(DupFd(client._channel.fileno()))
+    assert client._link._channel is not None
+    link.send(DupFd(client._link._channel.fileno()))
     link.recv()
     buffer.close()

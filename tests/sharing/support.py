@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
+
+from remap.testing.bench import wait_until
 
 LIMIT = 60.0
 COMMAND = (sys.executable, "-W", "error", "-c", "from remap.cli import main; main()")
@@ -69,6 +71,17 @@ class BrokerProcess:
         said = self.process.stderr.read()
         self._stack.close()
         return status, said
+
+    @contextmanager
+    def stopped(self) -> Generator[None]:
+        """Let it do nothing for a block: what is said to it there comes all at once, in order."""
+        state = Path(f"/proc/{self.process.pid}/stat")
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            assert wait_until(lambda: state.read_bytes().rpartition(b") ")[2][:1] == b"T")
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def fds(self) -> int:
         """Return how many descriptors it has open."""

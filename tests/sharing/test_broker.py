@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,9 +19,12 @@ import pytest
 import remap
 from remap import MiB
 from remap.sharing.channel import Channel, Fds
+from remap.sharing.descriptor import Descriptor, SharedChunk
+from remap.sharing.fdstore import FdStore
 from remap.sharing.sockets import connect as connect_channel
 from remap.sharing.wire import Fields, encode
 from remap.testing.bench import wait_until
+from remap.types import Access, HandleType, Location, LocationKind
 
 from . import roles
 from .support import COMMAND, LIMIT, BrokerProcess, Child, ServiceManager
@@ -191,6 +195,9 @@ def test_put(broker: BrokerProcess) -> None:
         client.put("part", buffer, offset=400, size=40)
         with client.open("part") as part:
             assert part.to_host("uint32").tolist() == list(range(100, 110))
+        client.put("part", buffer, offset=400, size=40)  # as one does who did not hear the answer
+        with pytest.raises(remap.InUseError, match="one of that name"):
+            client.put("part", buffer, offset=440, size=40)
         with pytest.raises(remap.InUseError, match="detach"):
             remap.pause(buffer)
         said = r'it has no shareable handle.*shareable="posix_fd"'
@@ -404,7 +411,7 @@ def test_descriptors_that_are_no_memory(broker: BrokerProcess, what: str) -> Non
                 for number in os.pipe():
                     wrong.add(number)
             elif what == "socket":
-                wrong.take(Fds([os.dup(client._channel.fileno() if client._channel else -1)]))
+                wrong.take(Fds([os.dup(client._link._channel.fileno() if client._link._channel else -1)]))
             elif what == "small":
                 wrong.add(os.memfd_create("small"))
             elif what == "too many":
@@ -558,6 +565,32 @@ def test_a_restart_under_a_service_manager(tmp_path: Path, nothing_left: None, h
             client.drop("a")
             assert wait_until(lambda: not manager.store), manager.store
             client.close()
+
+
+class Deaf(FdStore):
+    """A store whose manager takes the first `takes` messages, and then one that says what to forget."""
+
+    def __init__(self, takes: int) -> None:
+        super().__init__({"NOTIFY_SOCKET": "somewhere"})
+        self.takes = takes
+        self.said: list[str] = []
+
+    def tell(self, *lines: str, fds: Sequence[int] = ()) -> None:
+        if fds and len(self.said) >= self.takes:
+            raise TimeoutError("the manager takes nothing")
+        self.said.append(lines[0] + " " + lines[1])
+
+
+@pytest.mark.parametrize("takes", [0, 1, 2])
+def test_a_store_that_takes_half(takes: int) -> None:
+    """What the service manager has of a buffer that it did not take whole, it is told to forget."""
+    chunk = SharedChunk(SIZE, Location(LocationKind.DEVICE))
+    descriptor = Descriptor("host", HandleType.POSIX_FD, (chunk, chunk), 0, SIZE + 1, Access.READ, bytes(16))
+    store = Deaf(takes)
+    with Fds([os.memfd_create("a"), os.memfd_create("b")]) as fds, pytest.raises(TimeoutError):
+        store.keep("key", "name", descriptor, fds)
+    forgotten = [f"FDSTOREREMOVE=1 FDNAME=key.{part}" for part in ("record", 0, 1)]
+    assert store.said == [*(f"FDSTORE=1 FDNAME=key.{part}" for part in range(takes)), *forgotten]
 
 
 def test_what_the_store_has_of_no_buffer(tmp_path: Path) -> None:

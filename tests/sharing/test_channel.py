@@ -151,6 +151,24 @@ def test_waiting_has_a_limit(pair: tuple[Channel, Channel]) -> None:
     assert time.monotonic() - start < LIMIT
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_a_last_word(pair: tuple[Channel, Channel], first: bool) -> None:
+    """Who hangs up can say why, and is heard: whether the peer has said something by then, or says it later."""
+    with Fds([os.memfd_create("x")]) as fds:
+        if first:
+            for _ in range(3):
+                pair[0].send(b"question", fds.numbers, deadline=soon())
+        pair[1].hang_up(b"no time")
+        if not first:
+            with pytest.raises(BrokenPipeError):
+                pair[0].send(b"question", fds.numbers, deadline=soon())
+    message, none = pair[0].receive(deadline=soon())
+    assert (message, len(none)) == (b"no time", 0)
+    with pytest.raises(EOFError):
+        pair[0].receive(deadline=soon())
+    pair[0].hang_up(b"nobody hears this")
+
+
 def test_the_socket_is_private(tmp_path: Path) -> None:
     """The directory has mode 0700, the socket and its lock 0600, under whatever umask (trap 29)."""
     before = os.umask(0)
@@ -232,6 +250,17 @@ def test_what_the_dead_left_is_removed(tmp_path: Path) -> None:
     assert remove_stale(tmp_path) == 1
     assert sorted(one.name for one in tmp_path.iterdir()) == ["live", "live.lock"]
     live.close()
+
+
+def test_what_cannot_be_removed_is_left_alone(tmp_path: Path) -> None:
+    """Where a dead owner's socket was replaced by something else, looking at it keeps neither its lock nor a file."""
+    (tmp_path / "socket").mkdir()
+    (tmp_path / "socket.lock").touch()
+    before = os.listdir("/proc/self/fd")
+    assert remove_stale(tmp_path) == 0
+    assert os.listdir("/proc/self/fd") == before
+    (tmp_path / "socket").rmdir()
+    Listener(tmp_path / "socket").close()
 
 
 def test_a_look_for_the_dead_takes_no_place(tmp_path: Path) -> None:

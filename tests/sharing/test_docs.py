@@ -149,16 +149,21 @@ def test_a_worker_that_dies_while_it_loads(machine: Machine) -> None:
 
 
 def test_turns(machine: Machine) -> None:
-    """Workers that take turns load once; the turn of one that was killed goes to the next."""
+    """Workers that take turns load once; the turn of one that was killed goes to the next, and half of it to nobody."""
     first = machine.run(held("first", TURNS))
     assert said_by(first) == "first\n"
     second = machine.run(held("second", TURNS))
     assert wait_until(lambda: "1 of them waiting" in machine.shown(), LIMIT)
     kill(first)
     assert said_by(second) == "second\n"
+    shown = machine.shown()
+    assert f"loading: 8 MiB on device 0; written by {second.pid}" in shown
+    assert "weights:" not in shown
     let_go(second)
+    assert second.wait(LIMIT) == 0
+    assert "weights: 8 MiB on device 0; not open" in machine.shown()
     third = machine.run(held("third", TURNS))
-    assert (said_by(third), third.wait(LIMIT), second.wait(LIMIT)) == ("", 0, 0)
+    assert (said_by(third), third.wait(LIMIT)) == ("", 0)
 
 
 def test_weights_that_hold_pointers(machine: Machine) -> None:

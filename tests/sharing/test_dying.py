@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from remap.sharing.channel import Fds
 from remap.sharing.descriptor import Descriptor, SharedChunk
 from remap.sharing.processes import descriptor_of_end, is_exiting
 from remap.sharing.sockets import connect as connect_channel
+from remap.sharing.wire import Fields, encode
 from remap.testing.bench import wait_until
 from remap.types import Access, HandleType, Location, LocationKind
 
@@ -99,6 +101,73 @@ def test_nobody_waits_for_what_the_dead_have_open(broker: BrokerProcess, access:
             kept.add(worker.hear().detach())
             worker.kill()
             client.drop("a")
+
+
+@pytest.mark.parametrize("last", ["create", "release"])
+def test_who_waits_hears_of_the_last_words_of_a_client(broker: BrokerProcess, last: str) -> None:
+    """A client that dies before the answer to its last request has made its change: whoever waits for it goes on."""
+    with (
+        remap.connect(broker.path) as client,
+        remap.allocate(SIZE, resident=0, shareable="posix_fd") as buffer,
+        connect_channel(broker.path, deadline=soon()) as dying,
+        remap.export(buffer) as exported,
+    ):
+        request: dict[str, object] = {"op": "create", "name": "a"}
+        if last == "release":
+            client.put("a", buffer)
+            dying.send(encode({"op": "open", "name": "a", "access": "rw"}), deadline=soon())
+            answer, got = dying.receive(deadline=soon())
+            got.close()
+            request = {"op": "release", "lease": Fields.decode(answer).number("lease", 1 << 53)}
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(client.wait, "a", access="r", timeout=LIMIT / 2)
+            assert wait_until(lambda: client.status().waiting == 1)
+            handles = exported.handles()
+            assert isinstance(handles, Fds)
+            with broker.stopped(), handles:
+                blob, fds = (
+                    (exported.descriptor.to_bytes(), handles.numbers) if last == "create" else (b"", ())
+                )
+                dying.send(encode(request, blob), fds, deadline=soon())
+                dying.close()
+            waiting.result(LIMIT)
+
+
+REPEATING = """
+import sys, time
+from pathlib import Path
+from remap.sharing.sockets import connect
+from remap.sharing.wire import encode
+soon = time.monotonic() + 60
+link = connect(Path(sys.argv[1]), deadline=soon)
+request = encode({"op": "open", "name": "a", "access": "rw"})
+link.send(request, deadline=soon)
+link.receive(deadline=soon)
+print("open", flush=True)
+sys.stdin.readline()
+link.send(request, deadline=soon)
+print("asked again", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_dead_are_given_nothing(broker: BrokerProcess) -> None:
+    """A client that is killed as it asks for what it has open itself leaves the buffer free for others."""
+    with remap.connect(broker.path) as client:
+        client.create("a", SIZE, resident=0).close()
+        command = [sys.executable, "-c", REPEATING, str(broker.path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dying:
+            assert dying.stdin is not None
+            assert dying.stdout is not None
+            assert dying.stdout.readline() == b"open\n"
+            with broker.stopped():
+                dying.stdin.write(b"again\n")
+                dying.stdin.flush()
+                assert dying.stdout.readline() == b"asked again\n"
+                dying.kill()
+                assert wait_until(lambda: is_exiting(dying.pid))
+        with client.open("a", wait=LIMIT / 2):
+            assert client.list()[0].open == 1
 
 
 MAKER = """

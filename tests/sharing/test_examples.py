@@ -38,11 +38,14 @@ def test_multiprocessing() -> None:
 
 
 def test_broker() -> None:
-    """Weights are there again after their worker was killed."""
-    shown = run(sys.executable, "share_broker.py").splitlines()
+    """Weights are there again after their worker was killed, and not before they were loaded whole."""
+    shown = run(sys.executable, "-W", "error", "share_broker.py").splitlines()
     assert shown == [
         "broker: serving",
-        "the worker was killed by SIGKILL",
+        "a worker that was loading was killed by SIGKILL",
+        "the broker keeps: loading",
+        "a worker that was serving was killed by SIGKILL",
+        "the broker keeps: loading weights",
         "same address: True",
         "same bytes: True",
     ]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,29 @@ def test_broken_for_good() -> None:
     with pytest.raises(remap.ShareError):
         second.barrier(timeout=LIMIT)
     assert time.monotonic() - start < LIMIT / 2
+
+
+def test_what_one_rank_may_not_say() -> None:
+    """A rank that says too much, or names no rank, is refused on all ranks alike, and all of them stay in step."""
+    first, second = remap.ProcessExchange.group(2, timeout=LIMIT)
+    steps: list[tuple[Callable[[remap.ProcessExchange], object], str]] = [
+        (lambda one: one.allgather(bytes(LARGEST + 1)), f"rank 1 asked for {LARGEST + 1} bytes"),
+        (lambda one: one.broadcast(bytes(LARGEST + 1), root=1), f"rank 1 asked for {LARGEST + 1} bytes"),
+        (lambda one: one.broadcast(root=2), "rank 1 asked for rank 2: the ranks are 0 to 1"),
+    ]
+    with ThreadPoolExecutor() as pool:
+        for wrong, rule in steps:
+            good = pool.submit(first.allgather, b"mine")
+            with pytest.raises(remap.InvalidValueError, match=rule) as caught:
+                wrong(second)
+            with pytest.raises(remap.InvalidValueError) as others:
+                good.result(LIMIT)
+            assert str(caught.value) == str(others.value)
+            assert (first.broken, second.broken) == ("", "")
+            good = pool.submit(first.allgather, b"mine")
+            assert second.allgather(bytes(LARGEST)) == good.result(LIMIT) == [b"mine", bytes(LARGEST)]
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize(

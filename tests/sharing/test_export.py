@@ -389,6 +389,15 @@ def test_a_lease_ends_with_its_time(stage: Stage, nothing_left: None) -> None:
             remap.export(buffer, **wrong)  # type: ignore[arg-type]
 
 
+def test_an_export_that_nobody_was_told_of(stage: Stage, nothing_left: None) -> None:
+    """An export that is dropped before it was sent anywhere keeps nothing: nobody could fetch it."""
+    before = stage.seen()
+    del nothing_left
+    with shareable() as buffer:
+        remap.export(buffer)
+    assert wait_until(lambda: stage.unchanged(before))
+
+
 def test_plain_pickle_is_refused(stage: Stage) -> None:
     """Bytes that could end up in a file are refused, with the reason and the ways that there are."""
     del stage

@@ -190,6 +190,11 @@ def test_an_interrupt_is_told_to_the_others() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Agreement(remap.SingleExchange(), "a thing", None).step("do it", interrupted)
+    alone, absent = remap.ProcessExchange.group(2, timeout=0.05)
+    with pytest.raises(KeyboardInterrupt) as caught:  # also where the others do not come to hear of it
+        Agreement(alone, "a thing", None).step("do it", interrupted)
+    assert "not every rank came" in str(caught.value.__cause__)
+    absent.close()
 
 
 @given(

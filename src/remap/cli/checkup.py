@@ -6,7 +6,6 @@ Run as `python -m remap.cli.checkup NAME [bandwidth] [facts]`; it prints one JSO
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
 import sys
 import time
@@ -17,10 +16,10 @@ from typing import Any
 
 import remap
 from remap import MiB, drivers
+from remap.cli.partner import Partner
 from remap.locations import Device
 from remap.sizes import round_up
 
-_PATIENCE = 60.0
 _FIRST, _SECOND = 0x5A, 0xA5
 
 
@@ -129,35 +128,17 @@ def _expect(memory: Any, byte: int) -> None:
 
 
 def _share(mapping: remap.Mapping) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=_child, args=(theirs, remap.driver().name), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        ours.send(remap.export(mapping))
-        if not ours.poll(_PATIENCE):
-            raise AssertionError(f"the child process did not answer within {_PATIENCE:.0f} s")
-        answer = ours.recv()
-        if answer:
-            raise AssertionError(answer)
+    with Partner(_read_and_write) as child:
+        child.tell(remap.export(mapping))
+        child.hear()
         _expect(mapping, _SECOND)
-    finally:
-        ours.close()  # a child that still waits ends with it
-        child.join(_PATIENCE)
-        if child.is_alive():
-            child.kill()
 
 
-def _child(link: Connection, name: str) -> None:
-    try:
-        remap.use(name)
-        with remap.open(link.recv(), access="rw") as memory:
-            _expect(memory, _FIRST)
-            memory.fill(_SECOND)
-        link.send("")
-    except Exception as error:  # noqa: BLE001 (whatever it is, the parent reports it)
-        link.send(f"in the child process: {type(error).__name__}: {error}")
+def _read_and_write(link: Connection) -> None:
+    with remap.open(link.recv(), access="rw") as memory:
+        _expect(memory, _FIRST)
+        memory.fill(_SECOND)
+    link.send("done")
 
 
 # -- bandwidth --

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -12,12 +11,12 @@ import numpy as np
 import remap
 from remap import MiB, drivers
 from remap.cli.choice import choose_driver
+from remap.cli.partner import Partner
 from remap.cli.report import Report
 from remap.cli.waived import Waived
 from remap.sizes import format_size
 
 SIZE = 4 * MiB
-_LIMIT = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +48,17 @@ def run(driver: str | None, device: int | None) -> bool:
 
 
 def _share(where: remap.Device, report: Report) -> bool:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
     first, second = (np.frombuffer(text.encode(), np.uint8) for text in ("written first", "written later"))
-    with ours, remap.allocate(SIZE, resident=where, shareable="posix_fd") as buffer:
+    with remap.allocate(SIZE, resident=where, shareable="posix_fd") as buffer:
         buffer.copy_from_host(first)
         report.step("writer", _view("this process", buffer.address, first.tobytes(), '"rw"'))
-        arguments = (theirs, remap.driver().name)
-        child = spawn.Process(target=_read, args=arguments, daemon=True)
-        child.start()
-        theirs.close()
-        try:
+        with Partner(_read) as reader:
             with remap.export(buffer, access="r") as exported:
-                ours.send(exported)
-                _answer(ours)
+                reader.tell(exported)
+                reader.hear()
             buffer.copy_from_host(second)  # it has happened when the call returns, and the message follows it
-            ours.send("changed")
-            seen = _answer(ours)
-        except BaseException:
-            child.kill()  # it waits for what will not come
-            raise
-        finally:
-            child.join(_LIMIT)
-            child.kill()
+            reader.tell("changed")
+            seen: _Seen = reader.hear()
     report.step("reader", _view(f"process {seen.process}", seen.address, seen.before, '"r"'))
     report.step("writer", f"writes {_text(second.tobytes())} at its own address")
     report.step("reader", [f"sees {_text(seen.after)} at its own, with no copy between them"])
@@ -87,34 +74,16 @@ def _text(content: bytes) -> str:
     return f'"{content.decode(errors="replace")}"'
 
 
-def _answer(link: Connection) -> _Seen:
-    """Return what the other process says; raises `ShareError` if it says nothing, and its own error if it met one."""
-    if not link.poll(_LIMIT):
-        raise remap.ShareError("the other process", rule=f"it said nothing for {_LIMIT:g} s")
-    try:
-        answer = link.recv()
-    except EOFError:
-        raise remap.ShareError("the other process", rule="it ended early") from None
-    if isinstance(answer, remap.RemapError):
-        raise answer
-    assert isinstance(answer, _Seen)
-    return answer
-
-
-def _read(link: Connection, driver: str) -> None:
+def _read(link: Connection) -> None:
     """Be the other process."""
-    try:
-        remap.use(driver)
-        with remap.open(link.recv(), access="r") as buffer:
-            before = buffer.to_host("uint8", 13).tobytes()
-            link.send(_Seen(os.getpid(), buffer.address, before, b"", ""))
-            link.recv()
-            after = buffer.to_host("uint8", 13).tobytes()
-            refusal = ""
-            try:
-                buffer.fill(0)
-            except remap.AccessError as error:
-                refusal = error.rule
-            link.send(_Seen(os.getpid(), buffer.address, before, after, refusal))
-    except remap.RemapError as error:
-        link.send(error)
+    with remap.open(link.recv(), access="r") as buffer:
+        before = buffer.to_host("uint8", 13).tobytes()
+        link.send("open")
+        link.recv()
+        after = buffer.to_host("uint8", 13).tobytes()
+        refusal = ""
+        try:
+            buffer.fill(0)
+        except remap.AccessError as error:
+            refusal = error.rule
+        link.send(_Seen(os.getpid(), buffer.address, before, after, refusal))

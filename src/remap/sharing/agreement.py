@@ -42,6 +42,8 @@ class Agreement:
         try:
             gathered = self.exchange.allgather(told, timeout=self._timeout)
         except ShareError as error:
+            if own is not None and not isinstance(own, Exception):
+                raise own from error
             if own is not None:
                 error.add_note(f"before that, this rank had failed to {doing}: {own}")
             raise

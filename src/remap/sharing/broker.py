@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from remap.errors import BufferNotFoundError, InUseError, RemapError, ShareError
-from remap.sharing.channel import Fds, raise_limit
+from remap.sharing.channel import Fds
+from remap.sharing.connections import Connections
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.fdstore import FdStore, Kept, restore
 from remap.sharing.named import Client, Lease, Named, Waiting, check_handles, page
 from remap.sharing.processes import descriptor_of_end, is_exiting
-from remap.sharing.sockets import Listener, broker_path
+from remap.sharing.sockets import broker_path
 from remap.sharing.wire import (
     LONGEST_PATIENCE,
     LONGEST_WAIT,
@@ -40,10 +41,10 @@ from remap.sharing.wire import (
     encode,
     error_fields,
 )
+from remap.sizes import counted
 from remap.types import Access
 
 MOST_BUFFERS = 10_000
-MOST_CLIENTS = 1_000
 _LOOK = 0.005
 """How many seconds lie between two looks at the processes that somebody waits for."""
 
@@ -56,15 +57,13 @@ class Broker:
         self._store = store
         self._started = time.time()
         self._buffers: dict[str, Named] = {}
-        self._clients: set[Client] = set()
         self._waiting: set[Client] = set()
         self._ending: dict[Client, Fds] = {}
         self._next_look: asyncio.TimerHandle | None = None
         self._serials = 0
         self._requests = 0
-        self._listener = Listener(path)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener, self._accept)
+        self._connections = Connections(path, self._hear, self._left)
 
     def take_up(self, kept: Sequence[Kept], stray: Sequence[str]) -> None:
         """Keep what an earlier run left with the service manager, and tell that to forget what belongs to nothing."""
@@ -78,51 +77,20 @@ class Broker:
 
     def close(self) -> None:
         """Stop: nobody can connect any more, clients see the end, and what only the broker held is freed."""
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        for client in list(self._clients):
-            self._leave(client)
+        self._connections.close()
         for client in list(self._ending):
             self._end(client)
         for named in self._buffers.values():
             named.fds.close()
         self._buffers.clear()
 
-    # -- connections --
+    # -- clients --
 
-    def _accept(self) -> None:
-        try:
-            channel = self._listener.accept()
-        except OSError:  # out of descriptors: look again when some may have been closed
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(0.1, self._accept_again)
-            return
-        if channel is None:
-            return
-        if len(self._clients) >= MOST_CLIENTS:
-            channel.close()
-            return
-        client = Client(channel)
-        self._clients.add(client)
-        self._loop.add_reader(channel, self._receive, client)
-
-    def _accept_again(self) -> None:
-        if self._listener.listening:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _receive(self, client: Client) -> None:
-        try:
-            found = client.receive()
-            if found is None:
-                return
-            request, fds = found
-            if client.waiting is not None:
-                raise ShareError("a request", rule="an answer to the last one is still due")
-            self._requests += 1
-            with fds:
-                self._answer(client, request, fds)
-        except (OSError, EOFError, ShareError):  # it has gone, does not read, or is none of ours
-            self._leave(client)
+    def _hear(self, client: Client, request: Fields, fds: Fds) -> None:
+        if client.waiting is not None:
+            raise ShareError("a request", rule="an answer to the last one is still due")
+        self._requests += 1
+        self._answer(client, request, fds)
 
     def _answer(self, client: Client, request: Fields, fds: Fds) -> None:
         handler = self._HANDLERS.get(request.text("op"))
@@ -137,16 +105,12 @@ class Broker:
         except RemapError as error:
             client.channel.send(encode(error_fields(error)), deadline=None)
 
-    def _leave(self, client: Client) -> None:
+    def _left(self, client: Client) -> None:
         """Forget a client that has gone, and everything it had open."""
-        if client not in self._clients:
-            return
-        self._clients.remove(client)
         self._waiting.discard(client)
-        self._loop.remove_reader(client.channel)
-        client.close()
-        if client.waiting is not None:
-            client.waiting.timer.cancel()
+        waiting, client.waiting = client.waiting, None
+        if waiting is not None:
+            waiting.timer.cancel()
         end = descriptor_of_end(client.process) if client.writes_on_device else None
         if end is None:
             self._end(client)
@@ -177,7 +141,7 @@ class Broker:
         for lease in named.in_the_way(access):
             if not is_exiting(lease.client.process):
                 return True
-            self._leave(lease.client)
+            self._connections.leave(lease.client)
         return False
 
     def _look(self) -> None:
@@ -202,7 +166,7 @@ class Broker:
         descriptor = Descriptor.from_bytes(request.blob)
         check_handles(descriptor, fds)
         known = self._buffers.get(name)
-        if known is not None and known.descriptor.identity == descriptor.identity:
+        if known is not None and known.data == request.blob:
             # The same request once more, by a client that did not hear the answer to the first.
             named = known
         elif known is not None:
@@ -212,8 +176,7 @@ class Broker:
                 next_step="Open it, as another process may have been sooner; or drop it first, or use another name",
             )
         else:
-            if len(self._buffers) >= MOST_BUFFERS:
-                raise ShareError("a new buffer", rule=f"this broker keeps {MOST_BUFFERS} at most")
+            self._check_room(descriptor)
             own = Fds()
             own.take(fds)
             named = Named(secrets.token_hex(8), name, descriptor, request.blob, own)
@@ -226,8 +189,8 @@ class Broker:
                 ) from error
         lease = self._lease(client, named, Access.READ_WRITE) if request.flag("hold") else 0
         self._buffers[name] = named
+        self._wake(name)  # whoever waits is to hear of it, also where this client does not any more
         client.channel.send(encode({"lease": lease}), deadline=None)
-        self._wake(name)
 
     def _open(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
@@ -256,8 +219,8 @@ class Broker:
         if lease is None:
             raise ShareError(f"lease {number}", rule="this client does not hold it")
         del lease.named.leases[number]
-        client.channel.send(b"{}\0", deadline=None)
         self._wake(lease.named.name)
+        client.channel.send(b"{}\0", deadline=None)
 
     def _drop(self, client: Client, request: Fields, fds: Fds) -> None:
         del fds
@@ -292,7 +255,7 @@ class Broker:
             "process": os.getpid(),
             "started": self._started,
             "path": str(self.path),
-            "clients": len(self._clients),
+            "clients": len(self._connections.clients),
             "waiting": len(self._waiting),
             "requests": self._requests,
             "buffers": len(self._buffers),
@@ -325,8 +288,22 @@ class Broker:
             )
         return found
 
+    def _check_room(self, descriptor: Descriptor) -> None:
+        """Raise `ShareError` unless the broker can keep one more buffer."""
+        if len(self._buffers) >= MOST_BUFFERS:
+            raise ShareError("a new buffer", rule=f"this broker keeps {MOST_BUFFERS} at most")
+        kept, most = sum(len(one.fds) for one in self._buffers.values()), self._connections.most_fds
+        if kept + len(descriptor.chunks) > most:
+            raise ShareError(
+                f"a new buffer of {counted(len(descriptor.chunks), 'chunk')}",
+                rule=f"the broker keeps {kept} already, and may open files for {most} (ulimit -n)",
+                next_step="Drop what nobody needs, use fewer, larger chunks, or start it with a higher limit",
+            )
+
     def _lease(self, client: Client, named: Named, access: Access) -> int:
         self._forget_exiting(named.name, access)
+        if client not in self._connections.clients:  # it was one of those: nobody would end its lease
+            raise ConnectionResetError("the client has ended")
         named.check_free(access)
         self._serials += 1
         lease = Lease(named, access, client)
@@ -362,7 +339,7 @@ class Broker:
                     else:
                         self._answer(client, waiting.request, Fds())
                 except OSError:
-                    self._leave(client)
+                    self._connections.leave(client)
 
     def _give_up(self, client: Client) -> None:
         waiting, client.waiting = client.waiting, None
@@ -379,7 +356,7 @@ class Broker:
         try:
             client.channel.send(encode(error_fields(error)), deadline=None)
         except OSError:
-            self._leave(client)
+            self._connections.leave(client)
 
 
 def serve(
@@ -392,7 +369,6 @@ def serve(
     Under a service manager with a descriptor store (systemd), a restart keeps every buffer.
     """
     kept, stray = restore(os.environ)  # before anything else can take their numbers for its own
-    raise_limit()
     asyncio.run(_serve(broker_path() if path is None else Path(path), on_ready, kept, stray))
 
 

@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self
@@ -45,12 +46,20 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Fds:
-    """Descriptors that this process owns: closed together, when they are collected, and in the child after a fork."""
+    """Descriptors that this process owns: closed together, when they are collected, and in the child after a fork.
 
-    __slots__ = ("__weakref__", "_numbers")
+    An interrupt may come wherever a function of Python begins and a call has returned, and a number that stands nowhere
+    then stays open for ever. So numbers go from one call into the list, and out of it, without a step in between.
+    """
+
+    __slots__ = ("__weakref__", "_numbers", "add")
+
+    add: Callable[[int], None]
+    """Take ownership of one more."""
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self._numbers = list(numbers)
+        self.add = self._numbers.append
         close_in_child(self)
 
     @property
@@ -62,27 +71,23 @@ class Fds:
         """Return descriptors of the same files, all or `count` of them, with a life of their own; raises `OSError`."""
         copy = Fds()
         try:
-            for number in self._numbers[first : None if count is None else first + count]:
-                copy.add(os.dup(number))
+            part = self._numbers[first : None if count is None else first + count]
+            copy._numbers.extend(map(os.dup, part))
         except BaseException:
             copy.close()
             raise
         return copy
 
-    def add(self, number: int) -> None:
-        """Take ownership of one more."""
-        self._numbers.append(number)
-
     def take(self, other: Fds) -> None:
         """Take over what `other` owns; it owns nothing then."""
         self._numbers += other._numbers
-        other._numbers = []
+        other._numbers.clear()
 
     def close(self) -> None:
         """Close them. Closing again does nothing."""
         while self._numbers:
-            with suppress(OSError):
-                os.close(self._numbers.pop())
+            with suppress(OSError, IndexError):  # one was closed already; there is none left
+                deque(map(os.close, iter(self._numbers.pop, None)), maxlen=0)
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -190,20 +195,22 @@ class Channel:
 
     def receive_packet(self, *, deadline: float | None) -> tuple[bytes, Fds]:
         """Return one packet and the descriptors in it; close-on-exec from the start."""
-        while True:
-            try:
-                packet, beside, flags, _ = self._socket.recvmsg(
-                    _COUNT.size + LARGEST_MESSAGE, _ANCILLARY, _CLOSE_ON_EXEC
-                )
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
-            else:
-                break
         fds = Fds()
-        for level, kind, data in beside:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                for number in array.array("i", data[: len(data) - len(data) % _INT]):
-                    fds.add(number)
+        arrived: list[Any] = []
+        try:
+            while not arrived:
+                try:
+                    # By one call: an interrupt comes when it has returned, and what has arrived would be nobody's.
+                    arrived.extend(map(self._socket.recvmsg, _ROOM, _ROOM_BESIDE, _FLAGS))
+                except BlockingIOError:
+                    self._wait(select.POLLIN, deadline)
+            packet, beside, flags, _ = arrived[0]
+            fds._numbers[:] = _descriptors(beside)
+        except BaseException:
+            if arrived:
+                fds._numbers[:] = _descriptors(arrived[0][1])
+            fds.close()
+            raise
         if flags & _CUT_OFF:
             fds.close()
             rule = "it was longer than any message, or this process may open no more descriptors (ulimit -n)"
@@ -236,6 +243,17 @@ class Channel:
         if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
             raise TimeoutError("the peer did not answer in time")
 
+    def hang_up(self, message: bytes) -> None:
+        """Close this end, with a last message where the peer takes one. Waits for nothing.
+
+        What the peer has said is dropped first: the kernel would tell it of that, and not of the message.
+        """
+        with self, suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+            while self._socket.recv(1):
+                pass
+            self.send(message, deadline=None)
+
     def close(self) -> None:
         """Close this end. Closing again does nothing."""
         self._socket.close()
@@ -250,11 +268,20 @@ class Channel:
 
 
 # As plain numbers: the enumeration's own operators take as long as receiving.
-_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_FLAGS = (int(socket.MSG_CMSG_CLOEXEC),)
 _CUT_OFF = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 
 # Room for more than one batch, so that a peer that sends more is found out by their number and not cut off.
-_ANCILLARY = socket.CMSG_SPACE(256 * _INT)
+_ROOM, _ROOM_BESIDE = (_COUNT.size + LARGEST_MESSAGE,), (socket.CMSG_SPACE(256 * _INT),)
+
+
+def _descriptors(beside: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors in what came beside a packet."""
+    found: list[int] = []
+    for level, kind, data in beside:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found += array.array("i", data[: len(data) - len(data) % _INT])
+    return found
 
 
 def batches(fds: Sequence[int]) -> list[Sequence[int]]:
@@ -262,13 +289,14 @@ def batches(fds: Sequence[int]) -> list[Sequence[int]]:
     return [fds[at : at + FDS_PER_PACKET] for at in range(0, len(fds), FDS_PER_PACKET)]
 
 
-def raise_limit() -> None:
-    """Let this process open as many descriptors as it may."""
+def raise_limit() -> int:
+    """Let this process open as many descriptors as it may, and return how many those are."""
     import resource  # not on Windows
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def parse_first(packet: bytes, fds: Fds, most_fds: int) -> tuple[bytes, int]:

@@ -5,31 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
 import time
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
 from remap.buffers.base import allocate
-from remap.errors import ClosedError, ForkedError, InUseError, RemapError, RemapWarning, ShareError
-from remap.lifetime import end_block, epoch
+from remap.errors import InUseError, ShareError
+from remap.lifetime import end_block, undo
 from remap.locations import LocationLike, RightLike, highest_right
-from remap.sharing.channel import Channel, Fds, deadline_in
-from remap.sharing.descriptor import Descriptor
+from remap.sharing.channel import Fds, deadline_in
 from remap.sharing.export import export
 from remap.sharing.exported import PATIENCE
 from remap.sharing.importing import ImportedBuffer, import_memory
+from remap.sharing.link import Lease, Link, exchange
 from remap.sharing.quiet import QuietAddresses
 from remap.sharing.sockets import broker_path
-from remap.sharing.sockets import connect as connect_channel
 from remap.sharing.wire import (
     LONGEST_PATIENCE,
     LONGEST_WAIT,
-    VERSION,
     BrokerStatus,
-    Fields,
     NamedBuffer,
     check_name,
     encode,
@@ -37,18 +32,6 @@ from remap.sharing.wire import (
 from remap.sizes import Size
 from remap.spans import Span
 from remap.types import Access, HandleType
-
-
-class _Lease:
-    """That this process has a buffer open; the number changes when the broker is another one."""
-
-    __slots__ = ("access", "identity", "name", "number")
-
-    def __init__(self, name: str, identity: bytes, access: Access, number: int) -> None:
-        self.name = name
-        self.identity = identity
-        self.access = access
-        self.number = number
 
 
 class BrokerClient:
@@ -60,14 +43,18 @@ class BrokerClient:
     """
 
     def __init__(self, path: Path, timeout: float) -> None:
-        self.path = path
-        self.timeout = timeout
-        self._lock = threading.RLock()
-        self._leases: set[_Lease] = set()
+        self._link = Link(path, timeout)
         self._quiet = QuietAddresses()
-        self._epoch = epoch()
-        self._closed = False
-        self._channel: Channel | None = self._connect(deadline_in(timeout))
+
+    @property
+    def path(self) -> Path:
+        """Where the broker's socket is."""
+        return self._link.path
+
+    @property
+    def timeout(self) -> float:
+        """How many seconds an answer may take."""
+        return self._link.timeout
 
     # -- buffers --
 
@@ -82,14 +69,14 @@ class BrokerClient:
         options["shareable"] = HandleType.POSIX_FD
         with allocate(size, **options) as made, export(made) as exported:
             handles = exported.handles()
-            lease = _Lease(name, made._identity, Access.READ_WRITE, 0)
+            lease = Lease(self._link, name, Access.READ_WRITE)
             buffer = import_memory(
                 exported.descriptor,
                 handles,
                 access=options.get("access", Access.READ_WRITE),
                 accessing=options.get("accessing"),
                 hint=self._quiet.next(made.size),
-                on_close=((self._release, (lease,)),),
+                on_close=((lease.forget, ()),),
                 write_step=_write_step(name),
             )
         try:
@@ -99,12 +86,11 @@ class BrokerClient:
             )
             fds = buffer._handles
             numbers = fds.numbers if isinstance(fds, Fds) else ()
-            answer, _ = self._request(
-                {"op": "create", "name": name, "hold": True}, descriptor.to_bytes(), numbers
-            )
-            self._hold(lease, answer)
-        except BaseException:
-            buffer.close()
+            lease.descriptor = descriptor
+            fields = {"op": "create", "name": name, "hold": True}
+            self._link.request(fields, descriptor.to_bytes(), numbers, lease)
+        except BaseException as error:
+            undo(error, buffer.close)
             raise
         return buffer
 
@@ -123,7 +109,7 @@ class BrokerClient:
                 handles = Fds()
             with handles:
                 fields = {"op": "create", "name": name}
-                self._request(fields, exported.descriptor.to_bytes(), handles.numbers)
+                self._link.request(fields, exported.descriptor.to_bytes(), handles.numbers)
 
     def open(
         self,
@@ -143,37 +129,35 @@ class BrokerClient:
         check_name(name)
         right = highest_right(access)
         deadline = deadline_in(wait)
-        while True:
-            # For a moment the broker waits itself: others that were just killed are gone then, and no time is lost.
-            patience = min(max(deadline - time.monotonic(), 0.0), LONGEST_PATIENCE)
-            fields = {"op": "open", "name": name, "access": str(right), "patience": patience}
-            try:
-                answer, fds = self._request(fields)
-                break
-            except (InUseError, ShareError):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise
-                self.wait(name, access=right, timeout=left)
-        lease = _Lease(name, b"", right, 0)
-        self._hold(lease, answer)
+        lease = Lease(self._link, name, right)
         try:
-            descriptor = Descriptor.from_bytes(answer.blob)
-            lease.identity = descriptor.identity
-            step = (self._release, (lease,))
+            fds = self._opened(lease, deadline)
             return import_memory(
-                descriptor,
+                lease.descriptor,
                 fds,
                 access=access,
                 accessing=accessing,
                 same_address=same_address,
-                on_close=(step,),
+                on_close=((lease.forget, ()),),
                 write_step=_write_step(name),
             )
-        except BaseException:
-            fds.close()
-            self._release(lease)
+        except BaseException as error:
+            undo(error, lease.forget)
             raise
+
+    def _opened(self, lease: Lease, deadline: float) -> Fds:
+        """Open a buffer as soon as that can be done, and return its handles."""
+        while True:
+            # For a moment the broker waits itself: others that were just killed are gone then, and no time is lost.
+            patience = min(max(deadline - time.monotonic(), 0.0), LONGEST_PATIENCE)
+            fields = {"op": "open", "name": lease.name, "access": str(lease.access), "patience": patience}
+            try:
+                return self._link.request(fields, lease=lease)[1]
+            except (InUseError, ShareError):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
+                self.wait(lease.name, access=lease.access, timeout=left)
 
     def wait(self, name: str, *, access: Access | str = Access.NONE, timeout: float = PATIENCE) -> None:
         """Wait until a buffer exists and, if `access` is "r" or "rw", can be opened so.
@@ -184,11 +168,11 @@ class BrokerClient:
         right = str(Access.parse(access))
         fields: dict[str, Any] = {"op": "wait", "name": check_name(name), "access": right}
         deadline = deadline_in(timeout)
-        self._check()
+        self._link.check()
         # On a connection of its own, so that other threads need not wait for this one.
-        with self._connect(deadline_in(self.timeout)) as channel:
+        with self._link.connect(deadline_in(self.timeout)) as channel:
             fields["timeout"] = min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT)
-            answer, fds = _exchange(
+            answer, fds = exchange(
                 channel, encode(fields), (), min(deadline + self.timeout, deadline_in(math.inf))
             )
             fds.close()
@@ -201,14 +185,14 @@ class BrokerClient:
         it open, unless `force` is given: they keep what they have mapped, and lose nothing but the name. Raises
         `BufferNotFoundError` if there is no such buffer.
         """
-        self._request({"op": "drop", "name": check_name(name), "force": force})
+        self._link.request({"op": "drop", "name": check_name(name), "force": force})
 
     def list(self) -> tuple[NamedBuffer, ...]:
         """Return what the broker keeps, by name."""
         found: list[NamedBuffer] = []
         while True:
             after = found[-1].name if found else ""
-            answer, _ = self._request({"op": "list", "after": after})
+            answer, _ = self._link.request({"op": "list", "after": after})
             for one in answer.items("buffers"):
                 one |= {"locations": tuple(one["locations"]), "readers": tuple(one["readers"])}
                 one["identity"] = bytes.fromhex(one["identity"])
@@ -218,26 +202,14 @@ class BrokerClient:
 
     def status(self) -> BrokerStatus:
         """Return what the broker says of itself."""
-        answer, _ = self._request({"op": "status"})
+        answer, _ = self._link.request({"op": "status"})
         return BrokerStatus(
             **{one.name: answer.value(one.name) for one in dataclasses.fields(BrokerStatus)},
         )
 
     def close(self) -> None:
         """Disconnect. Closing again does nothing. Raises `InUseError` while buffers of this connection are open."""
-        if self._closed or self._epoch != epoch():
-            return
-        with self._lock:
-            if self._leases:
-                listed = ", ".join(sorted(f'"{lease.name}"' for lease in self._leases)[:5])
-                raise InUseError(
-                    f"closing a connection with {self.path}",
-                    rule=f"buffers opened over it are still open: {listed}",
-                    next_step="Close them first",
-                )
-            self._closed = True
-            if self._channel is not None:
-                self._channel.close()
+        self._link.close()
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -247,150 +219,11 @@ class BrokerClient:
         """Disconnect; what is still open after an error stays connected until it is closed."""
         end_block(error, self.close)
 
-    # -- messages --
-
-    def _check(self) -> None:
-        if self._closed:
-            raise ClosedError(f"use of a closed connection with {self.path}")
-        if self._epoch != epoch():
-            raise ForkedError(
-                f"use of a connection with {self.path} made before a fork",
-                rule="it is the parent's",
-                next_step="Call remap.connect in the child",
-            )
-
-    def _request(
-        self, fields: dict[str, Any], blob: bytes = b"", fds: tuple[int, ...] | Any = ()
-    ) -> tuple[Fields, Fds]:
-        """Send a request and return its answer; connect again, and send it again, if the broker has gone.
-
-        Every request may be made twice: creating the same buffer again is no error, and a lease ends with its
-        connection.
-        """
-        self._check()
-        with self._lock:
-            deadline = deadline_in(self.timeout)
-            message = encode(fields, blob)
-            pause = 0.001
-            while True:
-                try:
-                    if self._channel is None:
-                        self._channel = self._connect_again(deadline)
-                    answer, got = _exchange(self._channel, message, fds, deadline)
-                    break
-                except BaseException as error:
-                    if self._channel is not None:
-                        # What came later, or is left of this answer, would be taken for that of another request.
-                        self._channel.close()
-                        self._channel = None
-                    if not isinstance(error, OSError | EOFError):
-                        raise
-                    if isinstance(error, TimeoutError) or time.monotonic() + pause >= deadline:
-                        raise self._silent(str(error)) from error
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
-            try:
-                answer.raise_error()
-            except RemapError:
-                got.close()
-                raise
-            return answer, got
-
-    def _connect(self, deadline: float) -> Channel:
-        channel = connect_channel(self.path, deadline=deadline)
-        try:
-            answer, fds = _exchange(channel, encode({"op": "hello", "version": VERSION}), (), deadline)
-            fds.close()
-            answer.raise_error()
-        except (OSError, EOFError) as error:
-            channel.close()
-            raise self._silent(str(error)) from error
-        except BaseException:
-            channel.close()
-            raise
-        return channel
-
-    def _connect_again(self, deadline: float) -> Channel:
-        """Connect with a broker that may be on its way up, and claim what is open here."""
-        pause = 0.001
-        while True:
-            try:
-                channel = self._connect(deadline)
-                break
-            except ShareError:
-                if time.monotonic() + pause >= deadline:
-                    raise
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
-        try:
-            for lease in list(self._leases):
-                self._claim(channel, lease, deadline)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
-
-    def _claim(self, channel: Channel, lease: _Lease, deadline: float) -> None:
-        fields = {"name": lease.name, "identity": lease.identity.hex(), "access": str(lease.access)}
-        answer, fds = _exchange(channel, encode({"op": "claim", **fields}), (), deadline)
-        fds.close()
-        try:
-            answer.raise_error()
-            lease.number = int(answer.number("lease", 1 << 53))
-        except RemapError as error:
-            self._leases.discard(lease)
-            warnings.warn(
-                f'buffer "{lease.name}" is open here and the broker, started anew, does not know: {error}',
-                RemapWarning,
-                stacklevel=5,
-            )
-
-    def _silent(self, why: str) -> ShareError:
-        return ShareError(
-            f"a request to the broker at {self.path}",
-            rule=f"it does not answer: {why}",
-            next_step="Start one with remap serve",
-        )
-
-    def _hold(self, lease: _Lease, answer: Fields) -> None:
-        lease.number = int(answer.number("lease", 1 << 53))
-        with self._lock:
-            self._leases.add(lease)
-
-    def _release(self, lease: _Lease) -> None:
-        """Tell the broker that a buffer was closed; a broker that has gone need not know."""
-        if self._epoch != epoch():
-            return
-        with self._lock:
-            if lease not in self._leases or self._closed:
-                return
-            self._leases.discard(lease)
-            channel = self._channel
-            if channel is None:
-                return
-            try:
-                message = encode({"op": "release", "lease": lease.number})
-                _, fds = _exchange(channel, message, (), deadline_in(self.timeout))
-                fds.close()
-            except (OSError, EOFError, ShareError):
-                channel.close()  # which ends all leases of this connection; the next request claims the others again
-                self._channel = None
-
 
 def _write_step(name: str) -> str:
     return (
         f'Close it, and open it for writing, as one process at a time can: client.open("{name}", access="rw")'
     )
-
-
-def _exchange(channel: Channel, message: bytes, fds: Any, deadline: float) -> tuple[Fields, Fds]:
-    channel.send(message, fds, deadline=deadline)
-    answer, got = channel.receive(deadline=deadline)
-    try:
-        return Fields.decode(answer), got
-    except ShareError:
-        got.close()
-        raise
 
 
 def connect(path: str | os.PathLike[str] | None = None, *, timeout: float = PATIENCE) -> BrokerClient:

@@ -45,6 +45,7 @@ class SharedEvent(Event):
         self._end = End(driver)
         with self.device.current():
             self.handle = driver.create_shared_event() if data is None else driver.import_event(bytes(data))
+            self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     @classmethod

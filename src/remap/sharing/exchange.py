@@ -4,7 +4,8 @@ An `Exchange` is what the rooms above ask for: a rank, a size, and bytes gathere
 mpi4py, torch.distributed, multiprocessing and a single process; anything else that has these methods will do.
 
 A step that one rank misses cannot be taken back by the others, so the first failure breaks an exchange for good: every
-later call fails at once, and the next call of the other ranks fails within its own time limit.
+later call fails at once, and the next call of the other ranks fails within its own time limit. What a rank may not say
+is no such failure: the others hear of that in the step itself, and all ranks raise the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -30,13 +31,17 @@ TIMEOUT = 30.0
 LARGEST = 16 << 20
 """How many bytes one rank may tell the others in one step; what claims to be more is refused."""
 
+_LONGEST = LARGEST + 1  # with the sign before them
+_LONGEST_STORY = 1000
+
 
 @runtime_checkable
 class Exchange(Protocol):
     """The ranks of a program, and bytes told by each to all.
 
     Every rank calls the same methods in the same order. `timeout` is in seconds, the exchange's own by default. When it
-    is over, or anything else fails, `ShareError` is raised and the exchange is broken for good.
+    is over, or anything else fails, `ShareError` is raised and the exchange is broken for good. What one rank may not
+    say or ask is an `InvalidValueError` on every rank, and the exchange goes on.
     """
 
     @property
@@ -84,15 +89,37 @@ class _Gathering(ABC):
 
     def allgather(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """Tell all ranks `data`, and return what each has told, by rank. Waits for all of them."""
-        if len(data) > LARGEST:
-            raise InvalidValueError(
-                f"{len(data)} bytes in an exchange", rule=f"at most {LARGEST} can be told"
-            )
+        return self._step(lambda: data, timeout)
+
+    def broadcast(self, data: bytes | None = None, *, root: int = 0, timeout: float | None = None) -> bytes:
+        """Return what rank `root` gave as `data`; the others' is not looked at. Waits for all ranks."""
+
+        def say() -> bytes:
+            if not 0 <= root < self.size:
+                raise InvalidValueError(f"rank {root}", rule=f"the ranks are 0 to {self.size - 1}")
+            return (data or b"") if self.rank == root else b""
+
+        return self._step(say, timeout)[root]
+
+    def _step(self, say: Callable[[], bytes], timeout: float | None) -> list[bytes]:
+        """Return what each rank says. Where one can say nothing, all of them raise its error, and stay in step."""
         limit = self.timeout if timeout is None else timeout
         if self._broken:
             raise self._error("a step of a broken exchange", self._broken)
+        own: InvalidValueError | None = None
         try:
-            return self._gather(bytes(data), deadline_in(limit))
+            try:
+                told = bytes(say())
+                if len(told) > LARGEST:
+                    rule = f"at most {LARGEST} can be told"
+                    raise InvalidValueError(f"{len(told)} bytes in an exchange", rule=rule)
+                told = told and b"+" + told
+            except InvalidValueError as error:
+                own = error
+                told = f"-{error.asked}: {error.rule}".encode()[:_LONGEST_STORY]
+            found = self._gather(told, deadline_in(limit))
+            said = [one[1:] for one in found]
+            refused = next((rank for rank, one in enumerate(found) if one[:1] not in {b"", b"+"}), None)
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
             self._break()
@@ -101,12 +128,10 @@ class _Gathering(ABC):
             if isinstance(error, RemapError) or not isinstance(error, Exception):
                 raise
             raise self._error("a step of all ranks", self._broken) from error
-
-    def broadcast(self, data: bytes | None = None, *, root: int = 0, timeout: float | None = None) -> bytes:
-        """Return what rank `root` gave as `data`; the others' is not looked at. Waits for all ranks."""
-        if not 0 <= root < self.size:
-            raise InvalidValueError(f"rank {root}", rule=f"the ranks are 0 to {self.size - 1}")
-        return self.allgather((data or b"") if self.rank == root else b"", timeout=timeout)[root]
+        if refused is None:
+            return said
+        why = said[refused][:_LONGEST_STORY].decode(errors="replace")
+        raise InvalidValueError("a step of all ranks", rule=f"rank {refused} asked for {why}") from own
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until every rank has come here."""
@@ -127,7 +152,7 @@ class _Gathering(ABC):
 
     @abstractmethod
     def _gather(self, data: bytes, deadline: float) -> list[bytes]:
-        """Do `allgather`; raise `TimeoutError` at the deadline (of `time.monotonic`)."""
+        """Return what each rank has told; raise `TimeoutError` at the deadline (of `time.monotonic`)."""
 
     @abstractmethod
     def _part(self, groups: list[list[int]]) -> Exchange:
@@ -274,7 +299,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 def _largest(size: int) -> int:
-    return (LARGEST + _LENGTH.size) * size
+    return (_LONGEST + _LENGTH.size) * size
 
 
 def _packed(told: Sequence[bytes]) -> bytes:

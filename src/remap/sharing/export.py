@@ -11,14 +11,13 @@ from remap.buffers.base import Buffer
 from remap.buffers.forking import ForkingBuffer
 from remap.buffers.plain import PlainMemory
 from remap.errors import InUseError, InvalidValueError, ShareError, not_supported
-from remap.lifetime import Rollback
 from remap.locations import parse_handle_types
 from remap.ranges import Chunk
 from remap.sharing.channel import Fds
 from remap.sharing.descriptor import IDENTITY_BYTES, MOST_CHUNKS, Descriptor, SharedChunk
-from remap.sharing.exported import Exported
+from remap.sharing.exported import Exported, offer
 from remap.sharing.importing import ImportedBuffer, check_shares
-from remap.sharing.leases import LIMIT, lend
+from remap.sharing.leases import LIMIT
 from remap.spans import Span
 from remap.types import Access, AllocationProperties, HandleType, Location, LocationKind
 
@@ -70,8 +69,9 @@ def export(
             next_step=f"Use remap.allocate{_HOW}",
         )
     check_shares(driver, "export")
-    with Rollback() as rollback:
-        shared, handles = _take(span, start, size, kind, rollback)
+    counted: list[Buffer] = []
+    try:
+        shared, handles = _take(span, start, size, kind, counted)
         descriptor = Descriptor(
             driver=driver.name,
             kind=shared.kind,
@@ -87,7 +87,11 @@ def export(
         )
         if not isinstance(handles, Fds) or not shared.chunks:
             return Exported(descriptor, handles=() if isinstance(handles, Fds) else handles)
-        return Exported(descriptor, lease=lend(handles, receipts=receipts, limit=timeout))
+        return offer(descriptor, handles, receipts=receipts, limit=timeout)
+    except BaseException:
+        for one in counted:
+            one._shared = False
+        raise
 
 
 class _Taken(NamedTuple):
@@ -100,9 +104,12 @@ class _Taken(NamedTuple):
 
 
 def _take(
-    span: Span, start: int, size: int, kind: HandleType | None, rollback: Rollback
+    span: Span, start: int, size: int, kind: HandleType | None, counted: list[Buffer]
 ) -> tuple[_Taken, Fds | tuple[bytes, ...]]:
-    """Return the chunks of a part of a span and a new handle for each; the span counts as shared from here on."""
+    """Return the chunks of a part of a span and a new handle for each.
+
+    A buffer counts as shared from here on, and is added to `counted` if it did not before.
+    """
     driver: Any = span._driver
     retained: list[int] = []
     try:
@@ -123,8 +130,8 @@ def _take(
             chunks, offset, first = _chunks_of(span, start, size)
             span._identity = span._identity or secrets.token_bytes(IDENTITY_BYTES)
             if isinstance(span, Buffer) and not span._shared:
+                counted.append(span)
                 span._shared = True
-                rollback.undo(setattr, span, "_shared", False)
             imported = span if isinstance(span, ImportedBuffer) else None
             again = imported._handles_again(first, len(chunks)) if imported is not None else None
             if imported is not None and again is not None:
@@ -195,9 +202,8 @@ def _handles(driver: Any, retained: list[int], kind: HandleType) -> Fds | tuple[
     fds = Fds()
     try:
         for handle in retained:
-            number = driver.export_handle(handle, kind)
-            fds.add(number)
-            os.set_inheritable(number, False)
+            fds.add(driver.export_handle(handle, kind))
+            os.set_inheritable(fds.numbers[-1], False)
     except BaseException:
         fds.close()
         raise

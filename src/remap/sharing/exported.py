@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -41,6 +43,7 @@ class Exported:
         self._lease = lease
         self._handles = handles
         self._closed = False
+        self._told = False  # whether anybody can know the token of the lease
         self._epoch = epoch()
 
     @property
@@ -62,6 +65,7 @@ class Exported:
             lease = lend(self._handles.duplicate(), receipts=1, limit=LIMIT)
         if lease is not None:
             lease.check()
+            self._told = True
             token, path = lease.token, os.fsencode(lease_path())
         handles = b"".join(self._handles) if isinstance(self._handles, tuple) else b""
         head = _TICKET.pack(_MAGIC, len(path), token)
@@ -88,11 +92,11 @@ class Exported:
         """End the lease, or drop what has arrived. Buffers opened from it live on. Closing again does nothing."""
         if self._closed or self._epoch != epoch():
             return
-        self._closed = True
         if self._lease is not None:
             self._lease.end("the exporter has closed it")
         if isinstance(self._handles, Fds):
             self._handles.close()
+        self._closed = True  # last: after an interrupt, closing again goes on
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -101,6 +105,12 @@ class Exported:
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Close the descriptors of a lease that nobody can fetch, as its token was never told."""
+        lease: Lease | None = getattr(self, "_lease", None)  # an interrupt may have come into the constructor
+        if lease is not None and not self._told and not ending():
+            lease.abandon()
 
     def __reduce__(self) -> NoReturn:
         """Refuse plain pickling: bytes in a file outlive both the lease and the memory."""
@@ -113,6 +123,16 @@ class Exported:
     def __repr__(self) -> str:
         """Return what is shared."""
         return f"<remap.Exported {self.descriptor.size} bytes of {self.descriptor.identity.hex()}>"
+
+
+def offer(descriptor: Descriptor, fds: Fds, *, receipts: int, limit: float) -> Exported:
+    """Return memory that can be fetched so often, within so many seconds; takes ownership of the descriptors."""
+    lease = lend(fds, receipts=receipts, limit=limit)
+    try:
+        return Exported(descriptor, lease=lease)
+    except BaseException:  # an interrupt: nobody would ever fetch it
+        lease.end("it was never exported")
+        raise
 
 
 def receive(data: bytes, *, timeout: float = PATIENCE) -> Exported:

@@ -68,10 +68,15 @@ class FdStore:
         """Leave a buffer in the store; raises `OSError`, and then nothing of it is taken up again."""
         if not self._address:
             return
-        for index, number in enumerate(fds.numbers):
-            self.tell("FDSTORE=1", f"FDNAME={key}.{index}", "FDPOLL=0", fds=[number])
-        with Fds([_record(name, descriptor)]) as record:
-            self.tell("FDSTORE=1", f"FDNAME={key}.record", "FDPOLL=0", fds=record.numbers)
+        try:
+            for index, number in enumerate(fds.numbers):
+                self.tell("FDSTORE=1", f"FDNAME={key}.{index}", "FDPOLL=0", fds=[number])
+            with Fds([_record(name, descriptor)]) as record:
+                self.tell("FDSTORE=1", f"FDNAME={key}.record", "FDPOLL=0", fds=record.numbers)
+        except OSError:
+            with suppress(OSError):  # or the memory would stay until the next start
+                self.forget(key, len(fds))
+            raise
 
     def forget(self, key: str, count: int) -> None:
         """Take a buffer of `count` descriptors out of the store, its record first."""

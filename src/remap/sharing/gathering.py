@@ -9,28 +9,33 @@ from typing import Any
 
 from remap.buffers.placement import check_reach
 from remap.errors import DescriptorError
-from remap.handles import PhysicalAllocation, create_handle, reserve_range
+from remap.handles import create_handle, reserve_range
 from remap.lifetime import Rollback
 from remap.sharing.agreement import Agreement
 from remap.sharing.channel import LONGEST_LIMIT, Fds
 from remap.sharing.descriptor import IDENTITY_BYTES, Descriptor, SharedChunk
-from remap.sharing.exported import PATIENCE, Exported, receive
+from remap.sharing.exported import PATIENCE, Exported, offer, receive
 from remap.sharing.importing import checked_place, map_whole
-from remap.sharing.leases import lend
 from remap.sharing.multicast import MulticastObject, MulticastView
 from remap.sharing.settling import Plan
 from remap.sizes import format_size
 from remap.spans import Chunk
-from remap.types import Access
+from remap.types import Access, HandleType
 
 
 @dataclass(slots=True)
 class Gathered:
     """The range with every rank's memory, and the handle of this rank's own, which somebody has to release."""
 
-    address: int
-    chunks: tuple[Chunk, ...]
-    own: int
+    address: int = 0
+    chunks: tuple[Chunk, ...] = ()
+    own: int = 0
+
+    def give_back(self, driver: Any, size: int) -> None:
+        """Unmap what is mapped, and free the range, if there is one."""
+        if self.address:
+            driver.unmap(self.address, size)  # holes do not matter (T7)
+            driver.free_range(self.address, size)
 
 
 def gather(driver: Any, agreement: Agreement, plan: Plan, rollback: Rollback) -> Gathered:
@@ -47,28 +52,28 @@ def gather(driver: Any, agreement: Agreement, plan: Plan, rollback: Rollback) ->
         offered.append(_offer(driver, plan, own, plan.stride, exchange.size - 1))
         return offered[0].to_bytes()
 
-    found = Gathered(0, (), 0)
+    found = Gathered()
+    # First: an interrupt comes as a call returns, and what it made would be nobody's.
+    rollback.undo(found.give_back, driver, plan.stride * exchange.size)
 
     def map_all() -> None:
-        found.address, found.chunks = _map_all(driver, plan, exchange.rank, told, created[0], rollback)
+        _map_all(driver, plan, exchange.rank, told, created[0], found)
 
     try:
         told = agreement.step("create its memory", create)
         agreement.step("map the memory of all ranks", map_all)
+        _withdraw(offered)
     except BaseException:
+        _withdraw(offered)
         for handle in created:
             driver.release(handle)
         raise
-    finally:
-        for one in offered:
-            one.close()
     found.own = created[0]
     return found
 
 
 def _offer(driver: Any, plan: Plan, handle: int, size: int, receipts: int) -> Exported:
     """Return memory, or a multicast object, on its way to so many ranks."""
-    shareable = driver.export_handle(handle, plan.kind)
     descriptor = Descriptor(
         driver=driver.name,
         kind=plan.kind,
@@ -78,12 +83,18 @@ def _offer(driver: Any, plan: Plan, handle: int, size: int, receipts: int) -> Ex
         access=Access.READ_WRITE,
         identity=secrets.token_bytes(IDENTITY_BYTES),
     )
-    if not isinstance(shareable, int):
-        return Exported(descriptor, handles=(bytes(shareable),))
-    fds = Fds([shareable])
-    os.set_inheritable(shareable, False)
+    if plan.kind is HandleType.FABRIC:
+        return Exported(descriptor, handles=(bytes(driver.export_handle(handle, plan.kind)),))
+    fds = Fds()
+    fds.add(driver.export_handle(handle, plan.kind))
+    os.set_inheritable(fds.numbers[0], False)
     # Its time is that of the steps, whatever limits those have: whoever offers it closes it after them.
-    return Exported(descriptor, lease=lend(fds, receipts=max(receipts, 1), limit=LONGEST_LIMIT))
+    return offer(descriptor, fds, receipts=max(receipts, 1), limit=LONGEST_LIMIT)
+
+
+def _withdraw(offered: list[Exported]) -> None:
+    for one in offered:
+        one.close()
 
 
 def _take(data: bytes, plan: Plan, size: int) -> Exported:
@@ -109,18 +120,14 @@ def _import(driver: Any, exported: Exported) -> int:
             return int(driver.import_handle(handles.numbers[0], exported.descriptor.kind))
 
 
-def _map_all(
-    driver: Any, plan: Plan, rank: int, told: list[bytes], own: int, rollback: Rollback
-) -> tuple[int, tuple[Chunk, ...]]:
+def _map_all(driver: Any, plan: Plan, rank: int, told: list[bytes], own: int, found: Gathered) -> None:
     stride = plan.stride
     chunks: list[Chunk] = []
-    base = reserve_range(driver, stride * len(told))
-    rollback.undo(driver.free_range, base, stride * len(told))
+    found.address = reserve_range(driver, stride * len(told))
     for number, data in enumerate(told):
-        at = base + number * stride
+        at = found.address + number * stride
         if number == rank:
             driver.map(at, stride, own)
-            rollback.undo(driver.unmap, at, stride)
             place = plan.device.location
         else:
             exported = _take(data, plan, stride)
@@ -129,13 +136,12 @@ def _map_all(
                 place = checked_place(driver, handle, exported.descriptor.chunks[0], exported.descriptor)
                 check_reach(driver, (plan.device.location,), (place,))
                 map_whole(driver, at, stride, handle)
-                rollback.undo(driver.unmap, at, stride)
             finally:
                 driver.release(handle)  # the mapping alone keeps it
         right = Access.READ_WRITE if number == rank else plan.access
         driver.set_access(at, stride, ((plan.device.location, right),))
         chunks.append(Chunk(at, stride, place))
-    return base, tuple(chunks)
+    found.chunks = tuple(chunks)
 
 
 def join_team(
@@ -165,11 +171,11 @@ def join_team(
 
     def bind() -> None:
         held[0].complete()
-        # Another reference to the memory, as an object that is closed again.
-        with PhysicalAllocation(
-            driver, plan.stride, plan.properties, handle=driver.retain(own_address)
-        ) as own:
-            held[0].bind(own)
+        handle = driver.retain(own_address)
+        try:
+            held[0]._bind(handle, plan.device, 0, 0, plan.stride)
+        finally:
+            driver.release(handle)
 
     def map_view() -> None:
         views.append(held[0].map())
@@ -181,10 +187,12 @@ def join_team(
         agreement.step("add its device to the multicast object", join)
         agreement.step("bind its memory to the multicast object", bind)
         agreement.step("map the multicast object", map_view)
+        _withdraw(offered)
         return views[0]
+    except BaseException:
+        _withdraw(offered)
+        raise
     finally:
-        for one in offered:
-            one.close()
         for team in held:  # the mapping keeps it
             team.close()
 

@@ -24,7 +24,7 @@ from remap.errors import (
     ShareError,
 )
 from remap.handles import reserve_range
-from remap.lifetime import Release, Rollback, Step, drain, live, queued, undo
+from remap.lifetime import Release, Step, drain, live, queued, undo
 from remap.locations import (
     AccessLike,
     LocationLike,
@@ -93,8 +93,14 @@ class ImportedBuffer(Buffer):
         place = descriptor.chunks[0].location if descriptor.chunks else locations(0, "resident")[0]
         self.properties = _properties(descriptor, place)
         if descriptor.chunks:
-            with Rollback() as rollback:  # no lock: nobody else can see this range yet
-                self._map(accessing, access, same_address, hint, rollback)
+            try:  # no lock: nobody else can see this range yet
+                self._map(accessing, access, same_address, hint)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
+            except BaseException as error:
+                if self._reserved:  # whatever was mapped: holes do not matter (T7)
+                    undo(error, driver.unmap, self._base, descriptor.mapped_size)
+                    undo(error, driver.free_range, self._base, self._reserved)
+                raise
         self._opened()
 
     @property
@@ -114,7 +120,6 @@ class ImportedBuffer(Buffer):
         access: RightLike,
         same_address: bool,
         hint: int,
-        rollback: Rollback,
     ) -> None:
         driver, shared = self._driver, self.descriptor
         numbers = self._handles.numbers if isinstance(self._handles, Fds) else self._handles
@@ -129,13 +134,11 @@ class ImportedBuffer(Buffer):
             grants = parse_rights(access, accessing, places)
             check_reach(driver, [user for user, _ in grants], places)
             total = shared.mapped_size
-            at, reserved = self._reserve(total, same_address, hint)
-            rollback.undo(driver.free_range, at, reserved)
-            self._base, self._reserved = at, reserved
-            self._mapped, self._address = total, at + shared.offset
+            self._base, self._reserved = self._reserve(total, same_address, hint)
+            self._mapped, self._address = total, self._base + shared.offset
+            at = self._base
             for index, (handle, chunk) in enumerate(imported):
                 map_whole(driver, at, chunk.size, handle)
-                rollback.undo(driver.unmap, at, chunk.size)
                 self._chunks[index] = self._chunks[index]._replace(address=at)
                 at += chunk.size
             driver.set_access(self._base, total, grants)
@@ -208,8 +211,6 @@ class ImportedBuffer(Buffer):
         if self._reserved:
             steps.append((self._driver.unmap, (self._base, self._mapped)))
             steps.append((self._driver.free_range, (self._base, self._reserved)))
-        if self._backup is not None:
-            steps.append((self._backup.drop, ()))
         if isinstance(self._handles, Fds):
             steps.append((self._handles.close, ()))
         return Release(0, [*steps, *self._on_close], self._wait_on_close())
@@ -239,7 +240,8 @@ def open(  # users write remap.open
     if queued:
         drain()
     if isinstance(source, bytes | bytearray | memoryview):
-        source = receive(bytes(source), timeout=timeout)
+        with receive(bytes(source), timeout=timeout) as received:
+            return open(received, access=access, accessing=accessing, same_address=same_address)
     if not isinstance(source, Exported):
         raise TypeError(
             f"remap.open takes what remap.export returned, or its to_bytes(), not {source!r}; a buffer that a broker "

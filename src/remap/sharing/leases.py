@@ -76,6 +76,11 @@ class Lease:
         with self._lock:
             self._end(why)
 
+    def abandon(self) -> None:
+        """Close the descriptors, for a finaliser: takes no lock. Nobody fetches any more."""
+        self._ended = self._ended or "nobody was told of it"
+        self._fds.close()
+
     def _end(self, why: str) -> None:
         self._ended = self._ended or why
         self._fds.close()

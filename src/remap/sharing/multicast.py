@@ -12,15 +12,16 @@ through it in step.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from remap import drivers
 from remap.drivers.multicast_power import MulticastProperties, SupportsMulticast, switched_off
 from remap.errors import InUseError, InvalidValueError, NotSupportedError, not_supported
 from remap.handles import PhysicalAllocation, reserve_range
-from remap.lifetime import Description, Release, Resource, Rollback, drain, queued
+from remap.lifetime import Description, Release, Resource, drain, queued, undo
 from remap.locations import AccessLike, Device, DeviceLike, device, devices, parse_access, parse_handle_types
 from remap.sizes import Size, check_aligned, format_size, parse_size, round_up
 from remap.spans import Chunk, Span
@@ -38,15 +39,16 @@ class MulticastObject(Resource):
 
     kind: ClassVar[str] = "multicast object"
 
-    def __init__(self, driver: Any, handle: int, size: int, team: int, granularity: int) -> None:
+    def __init__(self, driver: Any, make: Callable[[], int], size: int, team: int, granularity: int) -> None:
         super().__init__(driver)
-        self._handle = handle
         self.size = size
         self.team = team
         self.granularity = granularity
         self._added: list[Device] = []
         self._bound: dict[Device, list[tuple[int, int]]] = {}
         self._complete = False
+        self._handle = make()
+        self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     @classmethod
@@ -75,8 +77,8 @@ class MulticastObject(Resource):
         kinds = parse_handle_types(shareable)
         granule = driver.multicast_granularity(MulticastProperties(devices, number, kinds)).minimum
         number = round_up(number, granule)
-        handle = driver.create_multicast(MulticastProperties(devices, number, kinds))
-        return cls(driver, handle, number, devices, granule)
+        make = partial(driver.create_multicast, MulticastProperties(devices, number, kinds))
+        return cls(driver, make, number, devices, granule)
 
     @classmethod
     def open(
@@ -89,8 +91,7 @@ class MulticastObject(Resource):
         driver = require_multicast(None)
         granule = driver.multicast_granularity(MulticastProperties(devices, size, frozenset({kind}))).minimum
         check_aligned(size, granule, "size")
-        handle: int = driver.import_handle(shareable, kind)
-        return cls(driver, handle, size, devices, granule)
+        return cls(driver, partial(driver.import_handle, shareable, kind), size, devices, granule)
 
     def export(self, kind: HandleType = HandleType.POSIX_FD) -> int | bytes:
         """Return a new descriptor, which is the caller's, or a fabric handle. Source: cuMemExportToShareableHandle."""
@@ -143,9 +144,13 @@ class MulticastObject(Resource):
                 f"binding {format_size(max(length, 0))} at offset {format_size(start)}",
                 rule=f"the object has {format_size(self.size)}, the memory {format_size(memory.size)}",
             )
+        self._bind(memory._handle, device(memory.location.index), start, skip, length)
+
+    def _bind(self, handle: int, where: Device, start: int, skip: int, length: int) -> None:
+        self._check()
         self._check_complete("binding memory")
-        self._driver.bind_multicast(self._handle, start, memory._handle, skip, length)
-        self._bound.setdefault(device(memory.location.index), []).append((start, length))
+        self._driver.bind_multicast(self._handle, start, handle, skip, length)
+        self._bound.setdefault(where, []).append((start, length))
 
     def map(self, *, access: AccessLike | None = None) -> MulticastView:
         """Map the whole object at addresses of its own, and return the view.
@@ -159,16 +164,9 @@ class MulticastObject(Resource):
         self._check_replicas()
         chosen: AccessLike = dict.fromkeys(self._added, Access.READ_WRITE) if access is None else access
         grants = parse_access(chosen)
-        driver = self._driver
         if queued:
             drain()
-        with driver.lock, Rollback() as rollback:
-            address = reserve_range(driver, self.size, self.granularity)
-            rollback.undo(driver.free_range, address, self.size)
-            driver.map(address, self.size, self._handle)
-            rollback.undo(driver.unmap, address, self.size)
-            driver.set_access(address, self.size, grants)
-            return MulticastView(driver, address, self.size, grants)
+        return MulticastView(self, grants)
 
     def _check_complete(self, asked: str) -> None:
         if not self._complete and len(self._added) < self.team:
@@ -216,11 +214,22 @@ class MulticastView(Span):
 
     kind: ClassVar[str] = "multicast view"
 
-    def __init__(self, driver: Any, address: int, size: int, grants: Grants) -> None:
+    def __init__(self, team: MulticastObject, grants: Grants) -> None:
+        driver = team._driver
         super().__init__(driver)
-        self._address = address
-        self._size = size
+        self._size = size = team.size
         self._rights = {place: right for place, right in grants if right.readable}
+        with driver.lock:
+            team._check()
+            self._address = address = reserve_range(driver, size, team.granularity)
+            try:
+                driver.map(address, size, team._handle)
+                driver.set_access(address, size, grants)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
+            except BaseException as error:
+                undo(error, driver.unmap, address, size)
+                undo(error, driver.free_range, address, size)
+                raise
         self._opened()
 
     @property

@@ -85,11 +85,16 @@ class Lease:
 
 
 class Client:
-    """One connection: the message that is coming in, and what the process at the other end has open."""
+    """One connection: the message that is coming in, and what the process at the other end has open.
 
-    def __init__(self, channel: Channel) -> None:
+    `heard` is when its last message came, or it itself; `due` hangs up on it while the rest of a message is to come.
+    """
+
+    def __init__(self, channel: Channel, now: float) -> None:
         self.channel = channel
         self.process, _ = channel.peer()
+        self.heard = now
+        self.due: asyncio.TimerHandle | None = None
         self.leases: dict[int, Lease] = {}
         self.waiting: Waiting | None = None
         self._message: bytes | None = None

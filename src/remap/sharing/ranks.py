@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from remap.errors import ShareError
 from remap.sharing.channel import deadline_in
-from remap.sharing.exchange import LARGEST, TIMEOUT, Exchange, _Gathering, _largest, _Star
+from remap.sharing.exchange import _LONGEST, TIMEOUT, Exchange, _Gathering, _largest, _Star
 
 
 class MpiExchange(_Star):
@@ -95,7 +95,7 @@ class TorchExchange(_Gathering):
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         lengths = [int(one.item()) for one in self._tensors(length, deadline)]
         longest = max(lengths)
-        if min(lengths) < 0 or longest > LARGEST:
+        if min(lengths) < 0 or longest > _LONGEST:
             raise ShareError(f"{longest} bytes from a rank", rule="no step of an exchange has that many")
         if not longest:
             return [b""] * self.size

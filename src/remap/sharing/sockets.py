@@ -101,8 +101,17 @@ def connect(path: Path, *, deadline: float) -> Channel:
     _check_length(path)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        connection.connect(os.fspath(path))
+        connection.setblocking(False)  # a local connection is made at once, or not yet
+        pause = 0.001
+        while True:
+            try:
+                connection.connect(os.fspath(path))
+                break
+            except BlockingIOError:  # more clients wait to be taken than fit into its queue
+                if time.monotonic() + pause >= deadline:
+                    raise TimeoutError("it takes no connection") from None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
         channel = Channel(connection)
         channel.check_peer()
     except OSError as error:
@@ -149,9 +158,9 @@ def remove_stale(directory: Path) -> int:
             held = _take_lock(lock)
             if held is None:
                 continue
-            lock.with_suffix("").unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)
-            os.close(held)
+            with Fds([held]):
+                lock.with_suffix("").unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)
             removed += 1
     return removed
 

@@ -8,13 +8,13 @@ sym.rank(1).to_host()                               # rank 1's memory, with no c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 from remap import drivers
 from remap.errors import AccessError, InUseError, InvalidValueError
-from remap.lifetime import Description, Release, Rollback, Step, drain, queued
+from remap.lifetime import Description, Release, Rollback, Step, drain, queued, tell, watchers
 from remap.locations import AccessLike, Device, DeviceLike
 from remap.ranges import Granted
 from remap.sharing.agreement import Agreement
@@ -40,6 +40,9 @@ class SymmetricBuffer(Span):
     _stays: ClassVar[str] = (
         "the other ranks would go on using the memory that it has now"  # told by `remap.pause`
     )
+
+    # What closing the view with the whole has left to do.
+    _view_release: Release | None = None
 
     def __init__(
         self,
@@ -72,19 +75,21 @@ class SymmetricBuffer(Span):
         super().__init__(driver)
         agreement = Agreement(exchange, f"a symmetric buffer over {exchange.size} ranks", timeout)
         wish = Wish(size, device, access, handle, multicast)
-        plan, found, view = _build(driver, agreement, wish)
         self.exchange = exchange
-        self.device: Device = plan.device
-        self.handle = plan.kind
-        self.rank_size = plan.stride
-        self._view = view
-        self._why_no_view = plan.why_no_multicast
-        self._address = found.address
-        self._size = plan.stride * exchange.size
-        self._chunks = found.chunks
-        self._rights = {plan.device.location: Access.READ_WRITE}
-        self._rights_apart = {plan.device.location: plan.access}
-        self._most_apart = plan.access
+        with Rollback() as rollback:  # whatever fails, this rank keeps nothing
+            plan, found, view = _build(driver, agreement, wish, rollback)
+            self.device: Device = plan.device
+            self.handle = plan.kind
+            self.rank_size = plan.stride
+            self._view = view
+            self._why_no_view = plan.why_no_multicast
+            self._address = found.address
+            self._size = plan.stride * exchange.size
+            self._chunks = found.chunks
+            self._rights = {plan.device.location: Access.READ_WRITE}
+            self._rights_apart = {plan.device.location: plan.access}
+            self._most_apart = plan.access
+            self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     @property
@@ -138,11 +143,42 @@ class SymmetricBuffer(Span):
         Each rank may close when it likes: the others keep what they have mapped, and this rank's memory lives until
         the last of them has closed. It waits for no rank, only for this one's own work, as closing a buffer does.
         """
-        if self._open and self._view is not None:
-            with self._driver.lock:
-                self._check_closable()
-            self._view.close(after=after)
         super().close(after=after)
+        view = self._view
+        if view is not None and view.closed and view._known_uses is not None:
+            view._known_uses.forget()
+
+    def _begin_close(self) -> Release | None:
+        """Begin to close the view, too: both go, or both stay."""
+        self._view_release = None
+        release = super()._begin_close()
+        if release is None or self._view is None:
+            return release
+        try:
+            self._view_release = part = self._view._begin_close()
+            if part is not None:
+                release.wait = _both(part.wait, release.wait)
+                release.steps[:0] = part.steps
+        except BaseException:
+            self._reopen()
+            raise
+        return release
+
+    def _reopen(self) -> None:
+        super()._reopen()
+        if self._view is not None and self._view_release is not None:
+            self._view._reopen()
+            self._view_release = None
+
+    def _finish_close(self, release: Release) -> None:
+        view = self._view if self._view_release is not None else None
+        if view is not None and watchers:
+            tell("begin", view, "close")
+        try:
+            super()._finish_close(release)
+        finally:
+            if view is not None and watchers:
+                tell("end", view, "close")
 
     def _ranges(self) -> list[tuple[int, int]]:
         return [(self._address, self._size)]
@@ -193,16 +229,28 @@ class SymmetricBuffer(Span):
         return Description(self.kind, self.serial, self._size, self._address, detail)
 
 
-def _build(driver: Any, agreement: Agreement, wish: Wish) -> tuple[Plan, Gathered, MulticastView | None]:
-    """Take all ranks through the steps; whatever fails, this rank keeps nothing."""
+def _both(one: Callable[[], None] | None, other: Callable[[], None] | None) -> Callable[[], None]:
+    """Return a wait for what two releases wait for."""
+    waits = [wait for wait in (one, other) if wait is not None]
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
+
+
+def _build(
+    driver: Any, agreement: Agreement, wish: Wish, rollback: Rollback
+) -> tuple[Plan, Gathered, MulticastView | None]:
+    """Take all ranks through the steps; `rollback` gives back what this one has if its block fails."""
     plan = settle(driver, agreement, wish)
-    with Rollback() as rollback:
-        found = gather(driver, agreement, plan, rollback)
-        try:
-            view = join_team(driver, agreement, plan, found, rollback) if plan.multicast else None
-        finally:
-            driver.release(found.own)  # the mapping alone keeps it, as in every buffer, and so does the team
-        return plan, found, view
+    found = gather(driver, agreement, plan, rollback)
+    try:
+        view = join_team(driver, agreement, plan, found, rollback) if plan.multicast else None
+    finally:
+        driver.release(found.own)  # the mapping alone keeps it, as in every buffer, and so does the team
+    return plan, found, view
 
 
 def _of_whole(name: str) -> Any:

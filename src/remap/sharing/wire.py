@@ -111,6 +111,11 @@ class Fields:
             raise ShareError(f"the field {name}", rule="it must be a list")
         return [cast("dict[str, Any]", one) for one in cast("list[object]", value) if isinstance(one, dict)]
 
+    @property
+    def failed(self) -> bool:
+        """Whether the message carries an error."""
+        return bool(self.text("error", ""))
+
     def raise_error(self) -> None:
         """Raise the error that the message carries, if it carries one."""
         kind = self.text("error", "")
