@@ -115,6 +115,7 @@ class Memory:
             threading.RLock()
         )  # for the lists here; never held while waiting, or while the driver works
         self.pools: dict[str, PoolMemory] = {}
+        self.by_tag: dict[str, Any] = {}  # the `Pool` of each tag, which stands above this
         self._segments: dict[tuple[int, int], AdoptedBuffer] = {}
         self._captures: set[object] = set()
 

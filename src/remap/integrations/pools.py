@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from remap import drivers, lifetime
 from remap.buffers.placement import granule
@@ -304,6 +303,10 @@ class Pool:
                 next_step='Begin with remap.use("host", coherent=True, integrated=False)',
             )
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled: a tag has one pool, which knows who is inside."""
+        raise TypeError(f"a copy of pool {self.tag!r}: a tag has one pool. Enter remap.torch.pool({self.tag!r})")
+
     def __repr__(self) -> str:
         """Return the tag and the state."""
         ours = self._memory.epoch == lifetime.epoch()
@@ -359,34 +362,22 @@ def outside() -> Generator[None]:
         yield
 
 
-@dataclass(slots=True)
-class _Pools:
-    """The pools of the present memory, by tag."""
-
-    memory: Memory | None = None
-    by_tag: dict[str, Pool] | None = None
-
-
-_pools = _Pools()
-
-
 def pools() -> dict[str, Pool]:
     """Return the pools of this process by tag, for the present driver."""
-    found = memory()
-    if _pools.memory is not found or _pools.by_tag is None:
-        _pools.memory, _pools.by_tag = found, {}
-    return _pools.by_tag
+    return memory().by_tag
 
 
 def pool_of(tag: str, options: PoolOptions, *, asked: bool) -> Pool:
     """Return the pool of a tag, a new one where there is none; `asked` says whether the options were named."""
-    known = pools()
-    found = known.get(tag)
-    if found is None:
-        if drivers.current().name == "cuda":
-            routing.check_torch()
-        found = known[tag] = Pool(memory(), tag, options)
-    elif asked and found.options != options:
+    present = memory()
+    if tag not in present.by_tag and drivers.current().name == "cuda":
+        routing.check_torch()
+    with present.lock:  # two pools of one tag would not see each other's blocks, and could sleep under them
+        found: Pool | None = present.by_tag.get(tag)
+        if found is None:
+            found = present.by_tag[tag] = Pool(present, tag, options)
+            return found
+    if asked and found.options != options:
         raise InvalidValueError(
             f"pool {tag!r} with {options}",
             rule=f"it was made with {found.options}, and memory of both kinds cannot have one tag",
