@@ -120,6 +120,22 @@ def test_it_sleeps_with_its_pool(torch: Any, machine: Any) -> None:
     cache.close()
 
 
+def test_tensors_are_copied_and_not_what_they_lie_in(torch: Any, machine: Any) -> None:
+    """A copy of an ElasticTensor or a pool would be a second owner: refused, as in a module that holds one (1)."""
+    with machine.pool("cache") as pool:
+        cache = machine.ElasticTensor(100, 64, rows=4)
+    module = torch.nn.Module()
+    module.cache = cache
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"ElasticTensor of shape \(4, 64\): two .*clone"):
+            take(cache)
+        with pytest.raises(TypeError, match="pool 'cache': a tag has one pool"):
+            take(pool)
+    with pytest.raises(TypeError, match="ElasticTensor"):
+        copy.deepcopy(module)
+    cache.close()
+
+
 def test_tensors_have_storages_of_their_rows(torch: Any, machine: Any) -> None:
     """What torch does with whole storages (save, pickle, deep-copy, share) sees the rows there are, and no more."""
     with machine.ElasticTensor(100_000, 64, rows=4) as cache:

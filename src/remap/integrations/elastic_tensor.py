@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,6 +239,13 @@ class ElasticTensor:
         end_block(error, self.close)
         if error is not None:
             self.buffer._warns = False  # as `Resource` does
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled: two would count the rows of one memory."""
+        raise TypeError(
+            f"a copy of an ElasticTensor of shape {self.shape}: two objects would own one memory. "
+            "Copy or save its rows: tensor.clone()"
+        )
 
     def __len__(self) -> int:
         """Return how many rows there are."""
