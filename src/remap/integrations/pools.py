@@ -55,6 +55,8 @@ class Pool:
     def __init__(self, found: Memory, tag: str, options: PoolOptions) -> None:
         self.tag = tag
         self.options = options
+        self.woken_by = f"remap.torch.wake({tag!r})"
+        """The call that wakes it, in the words of whoever made it: for messages."""
         self._memory = found
         self._pool: PoolMemory = found.pool(tag, self._asked)
         self._routes: dict[int, routing.Route] = {}
@@ -226,7 +228,7 @@ class Pool:
                     raise PausedError(
                         f"pool {self.tag!r} to be entered",
                         rule="it sleeps, and torch would hand out memory that is not there",
-                        next_step=f"Call remap.torch.wake({self.tag!r}) first",
+                        next_step=f"Call {self.woken_by} first",
                     )
                 self._visitors.add(token)
             for at in devices:
