@@ -90,8 +90,8 @@ def test_nothing_is_copied(kind: str) -> None:
     others: dict[str, Callable[[], Any]] = {
         "memory": lambda: remap.create(2 * MiB),
         "addresses": lambda: remap.reserve(2 * MiB),
-        "stream": lambda: remap.Stream(),
-        "event": lambda: remap.Event(),
+        "stream": remap.Stream,
+        "event": remap.Event,
     }
     with {**MAKERS, **others}[kind]() as made:
         for take in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy({"held": [one]})):

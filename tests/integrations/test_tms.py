@@ -150,13 +150,14 @@ def test_leaving_regions_by_hand(saver: Any) -> None:
             for value in (False, functions.tms_get_interesting_region(), True):
                 functions.tms_set_interesting_region(value)
             assert not functions.tms_get_interesting_region()
-    tags = [remap.torch.buffer_of(one).tag for one in (inner, again, model)]
+    buffers: list[Any] = [remap.torch.buffer_of(one) for one in (inner, again, model)]
+    tags = [one.tag for one in buffers]
     assert tags == ["tms/other/none", "tms/other/none", "tms/model/none"]
     saver.pause()
     assert float(outside.sum()) == 1000
     for value in (False, False, True):
         functions.tms_set_interesting_region(value)
-    with pytest.raises(remap.RemapError, match="Enter torch_memory_saver.region"):
+    with pytest.raises(remap.RemapError, match=r"Enter torch_memory_saver\.region"):
         functions.tms_set_interesting_region(True)
 
 
