@@ -307,7 +307,9 @@ class Pool:
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied and pickled: a tag has one pool, which knows who is inside."""
-        raise TypeError(f"a copy of pool {self.tag!r}: a tag has one pool. Enter remap.torch.pool({self.tag!r})")
+        raise TypeError(
+            f"a copy of pool {self.tag!r}: a tag has one pool. Enter remap.torch.pool({self.tag!r})"
+        )
 
     def __repr__(self) -> str:
         """Return the tag and the state."""
