@@ -171,7 +171,7 @@ class IllegalAddressError(ContextLostError):
 
 
 class RemapWarning(RuntimeWarning):
-    """A clean-up failed where no error could be raised."""
+    """A clean-up failed where no error could be raised, or a call had nothing to do that was meant to have an effect."""
 
 
 class CudaResult(IntEnum):

@@ -312,13 +312,15 @@ def test_more_rows_than_there_is_memory(torch: Any, machine: Any) -> None:
 
 def test_types(torch: Any, machine: Any) -> None:
     """What torch takes for a type is taken, and all else is a TypeError that says what is meant."""
-    for given, meant in ((None, torch.float32), (float, torch.float64), (torch.int8, torch.int8)):
+    types = {None: torch.float32, float: torch.float64, torch.int8: torch.int8, "bfloat16": torch.bfloat16}
+    for given, meant in types.items():
         with machine.ElasticTensor(10, 4, dtype=given, rows=1) as cache:
             assert cache.dtype == cache.tensor.dtype == meant
     users: Any = [0, remap.Host()] if remap.driver().name == "host" else [0]
     with remap.allocate(2 * MiB, resident=0, accessing=users) as buffer:
         assert machine.tensor(buffer, int, 4).dtype == torch.int64
-        for wrong in ("float32", 4):
+        assert machine.tensor(buffer, "float16", 4).dtype == torch.float16
+        for wrong in ("float33", "nn", 4):
             with pytest.raises(TypeError, match=rf"dtype {wrong!r}: torch takes .*torch\.float32"):
                 machine.ElasticTensor(10, 4, dtype=wrong)
             with pytest.raises(TypeError, match=rf"dtype {wrong!r}: torch takes .*torch\.float32"):
@@ -351,6 +353,7 @@ def test_use_of_a_sleeping_tensor(torch: Any) -> None:
     assert 'File "<string>", line 9' in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:pool 'empty' .* nothing was ever made")
 def test_a_pool_that_holds_nothing(machine: Any) -> None:
     """It sleeps as others do, with no buffers, and can be entered again when it was woken."""
     with machine.pool("empty"):

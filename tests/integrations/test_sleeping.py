@@ -522,6 +522,7 @@ def test_a_pool_that_was_resumed_as_a_group(torch: Any, machine: Any) -> None:
     assert pool_states[1:] == [("asleep", True), ("asleep", True), ("awake", False)]
 
 
+@pytest.mark.filterwarnings("ignore:pool 'kv' .* nothing was ever made")
 def test_an_empty_pool_sleeps(machine: Any) -> None:
     """A pool that holds nothing sleeps until it is woken; one that holds other buffers alone is as they are."""
     with machine.pool("kv"):

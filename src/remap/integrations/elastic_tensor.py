@@ -189,6 +189,10 @@ class ElasticTensor:
         Values alone are copied: autograd does not follow. Raises what `resize` and torch's copy raise; there are as
         many rows as before then.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{type(tensor)} to be appended: rows come as a tensor. Pass torch.as_tensor(rows)"
+            )
         if tensor.dim() != len(self.row) + 1 or tensor.shape[1:] != self.row:
             raise InvalidValueError(
                 f"a tensor of shape {tuple(tensor.shape)} to be appended",

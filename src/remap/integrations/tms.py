@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 from remap.errors import InvalidValueError, RemapError
 from remap.integrations.blocks import present
 from remap.integrations.memory import memory, segment_at
-from remap.integrations.pools import Pool, PoolOptions, outside, pool_of, pools
+from remap.integrations.options import PoolOptions
+from remap.integrations.pools import Pool, outside, pool_of, pools
 from remap.integrations.sleeping import backup, sleep, wake
 from remap.integrations.support import missing, switched_on
 from remap.integrations.tensors import Tensor, device_of, span_of

@@ -20,7 +20,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from remap.errors import InvalidValueError, NotSupportedError, OutOfMemoryError, not_supported
 from remap.integrations.memory import memory
-from remap.integrations.pools import Pool, PoolOptions, Release, pool_of, pools
+from remap.integrations.options import PoolOptions, Release
+from remap.integrations.pools import Pool, pool_of, pools
 from remap.integrations.routing import check_torch
 from remap.integrations.sleeping import sleep, wake
 from remap.integrations.support import missing, switched_on
