@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from remap import dlpack, drivers
-from remap.arrays import DeviceArray
 from remap.errors import AccessError, InvalidValueError
-from remap.exports import Export, ExportError
+from remap.exports import Export
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.blocks import innermost
 from remap.integrations.elastic_tensor import ElasticTensor
@@ -209,30 +208,18 @@ def tensor(
             f"a tensor of {kind} at offset {offset}", rule=f"it is no multiple of {kind.itemsize}"
         )
     array = buffer.array("uint8", size, offset=offset)
-    at = _place_of(array)
+    where, number = array.__dlpack_device__()
+    at = None if where == dlpack.CPU else number
     if not size:
         return _torch.empty(extents, dtype=kind, device=_device_at(at))
-    right = array._cpu_right() if at is None else buffer._rights[_device(at).location]
-    if Access.parse(access).writable and not array._writable(right):
+    places = array._cpu_places() if at is None else [_device(at).location]
+    if Access.parse(access).writable and not array._writable(places):
         raise AccessError(
             f"a tensor of {buffer.describe()}",
             rule="it may only be read, and torch has no read-only tensors: a write would end the process",
             next_step='Pass access="r", and never write to it, or open the memory with access="rw"',
         )
     return _torch.from_dlpack(array).view(kind).view(extents)
-
-
-def _place_of(array: DeviceArray) -> int | None:
-    """Return the device on which DLPack hands an array to torch, None for the CPU."""
-    try:
-        kind, number = array.__dlpack_device__()
-    except ExportError as error:
-        if array.owner._driver.name == "cuda":
-            raise
-        step = "Let the CPU look: remap.allocate(size, accessing=[0, remap.Host()])"
-        coherent = 'where remap.use("host", coherent=True, integrated=False) was called before'
-        raise error.explain(error.asked, next_step=f"{step}, {coherent}") from None
-    return None if kind == dlpack.CPU else number
 
 
 def _device_at(number: int | None) -> Any:
