@@ -171,7 +171,7 @@ class IllegalAddressError(ContextLostError):
 
 
 class RemapWarning(RuntimeWarning):
-    """A clean-up failed where no error could be raised."""
+    """A clean-up failed where no error could be raised, or a call found nothing to do where something was meant."""
 
 
 class CudaResult(IntEnum):

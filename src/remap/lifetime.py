@@ -257,6 +257,13 @@ class Resource:
             source=self,
         )
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled: two objects would own one resource (invariant 1)."""
+        raise TypeError(
+            f"a copy of {self.describe()}: two objects would own one resource. "
+            "Pass the object itself, copy what is in it, or share its memory with remap.export"
+        )
+
     def __repr__(self) -> str:
         """Return what it is, how large and where."""
         state = " closed" if self.closed else ""

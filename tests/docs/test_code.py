@@ -18,6 +18,7 @@ from .pages import NOTEBOOKS, PAGES, ROOT, Block, blocks, cells, name_of
 # Pages whose code needs more than an interpreter are run by the tests of what they are about.
 ELSEWHERE = {
     "docs/graph-memory.md": "tests/graphs/test_docs.py",
+    "docs/how-to/keep-a-torch-model.md": "tests/integrations/test_docs.py",
     "docs/how-to/keep-weights-alive.md": "tests/sharing/test_docs.py",
     "docs/kernels.md": "tests/pykernels/test_docs.py",
     "docs/memory-kinds.md": "tests/typed/test_docs.py",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -80,6 +82,22 @@ def test_use_after_close_is_refused_by_name() -> None:
     buffer.close()
     with pytest.raises(remap.ClosedError, match="buffer"):
         buffer.fill(1)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "elastic", "memory", "addresses", "stream", "event"])
+def test_nothing_is_copied(kind: str) -> None:
+    """An object is the one owner of what it stands for: copies and pickles are refused with the cure (1, 4)."""
+    others: dict[str, Callable[[], Any]] = {
+        "memory": lambda: remap.create(2 * MiB),
+        "addresses": lambda: remap.reserve(2 * MiB),
+        "stream": remap.Stream,
+        "event": remap.Event,
+    }
+    with {**MAKERS, **others}[kind]() as made:
+        for take in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy({"held": [one]})):
+            with pytest.raises(TypeError, match=r"a copy of .*two objects would own one resource"):
+                take(made)
+        assert not made.closed
 
 
 def test_an_unclosed_object_is_given_back_with_a_warning() -> None:

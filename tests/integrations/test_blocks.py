@@ -9,6 +9,9 @@ import pytest
 
 import remap
 
+# Where something is made, and not that anything is, is what these are about.
+pytestmark = pytest.mark.filterwarnings("ignore:pool '.*' .* nothing was ever made")
+
 
 def test_outside_of_pools(torch: Any, machine: Any) -> None:
     """Inside of `outside`, tensors are torch's own, those that remap is asked for as well; pools go on after it."""
@@ -35,10 +38,13 @@ def test_disabling_the_memory_saver(machine: Any) -> None:
     from remap.integrations.tms import TorchMemorySaver
 
     saver = TorchMemorySaver()
-    with saver.region(), saver.disable():
-        plain = machine.empty(10).fill_(2)
+    with saver.region():
+        paused = machine.empty(10)
+        with saver.disable():
+            plain = machine.empty(10).fill_(2)
     saver.pause()
     assert float(plain.sum()) == 20
+    assert remap.torch.buffer_of(paused).paused
     saver.resume()
 
 

@@ -120,6 +120,22 @@ def test_it_sleeps_with_its_pool(torch: Any, machine: Any) -> None:
     cache.close()
 
 
+def test_tensors_are_copied_and_not_what_they_lie_in(torch: Any, machine: Any) -> None:
+    """A copy of an ElasticTensor or a pool would be a second owner: refused, as in a module that holds one (1)."""
+    with machine.pool("cache") as pool:
+        cache = machine.ElasticTensor(100, 64, rows=4)
+    module = torch.nn.Module()
+    module.cache = cache
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"ElasticTensor of shape \(4, 64\): two .*clone"):
+            take(cache)
+        with pytest.raises(TypeError, match="pool 'cache': a tag has one pool"):
+            take(pool)
+    with pytest.raises(TypeError, match="ElasticTensor"):
+        copy.deepcopy(module)
+    cache.close()
+
+
 def test_tensors_have_storages_of_their_rows(torch: Any, machine: Any) -> None:
     """What torch does with whole storages (save, pickle, deep-copy, share) sees the rows there are, and no more."""
     with machine.ElasticTensor(100_000, 64, rows=4) as cache:
@@ -296,13 +312,15 @@ def test_more_rows_than_there_is_memory(torch: Any, machine: Any) -> None:
 
 def test_types(torch: Any, machine: Any) -> None:
     """What torch takes for a type is taken, and all else is a TypeError that says what is meant."""
-    for given, meant in ((None, torch.float32), (float, torch.float64), (torch.int8, torch.int8)):
+    types = {None: torch.float32, float: torch.float64, torch.int8: torch.int8, "bfloat16": torch.bfloat16}
+    for given, meant in types.items():
         with machine.ElasticTensor(10, 4, dtype=given, rows=1) as cache:
             assert cache.dtype == cache.tensor.dtype == meant
     users: Any = [0, remap.Host()] if remap.driver().name == "host" else [0]
     with remap.allocate(2 * MiB, resident=0, accessing=users) as buffer:
         assert machine.tensor(buffer, int, 4).dtype == torch.int64
-        for wrong in ("float32", 4):
+        assert machine.tensor(buffer, "float16", 4).dtype == torch.float16
+        for wrong in ("float33", "nn", 4):
             with pytest.raises(TypeError, match=rf"dtype {wrong!r}: torch takes .*torch\.float32"):
                 machine.ElasticTensor(10, 4, dtype=wrong)
             with pytest.raises(TypeError, match=rf"dtype {wrong!r}: torch takes .*torch\.float32"):
@@ -335,6 +353,7 @@ def test_use_of_a_sleeping_tensor(torch: Any) -> None:
     assert 'File "<string>", line 9' in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:pool 'empty' .* nothing was ever made")
 def test_a_pool_that_holds_nothing(machine: Any) -> None:
     """It sleeps as others do, with no buffers, and can be entered again when it was woken."""
     with machine.pool("empty"):

@@ -352,6 +352,40 @@ def test_threads_make_tensors_while_others_sleep(machine: Any) -> None:
     assert weights[0].numel()
 
 
+def test_first_blocks_of_one_tag(machine: Any) -> None:
+    """Threads that enter a new tag at the same moment are in one pool, which sleeps under none of them (13)."""
+    together, inside = threading.Barrier(4), threading.Barrier(5)
+    entered: list[Any] = []
+
+    def work(tag: str, leave: threading.Event) -> None:
+        together.wait(30)
+        with machine.pool(tag) as pool:
+            entered.append(pool)
+            inside.wait(30)
+            leave.wait(30)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for tag in (f"new{number}" for number in range(8)):
+            leave = threading.Event()
+            threads = [threading.Thread(target=work, args=(tag, leave)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            inside.wait(30)
+            try:
+                assert {id(pool) for pool in entered} == {id(machine.pools()[tag])}
+                with pytest.raises(remap.InUseError, match="4 blocks"):
+                    machine.sleep(tag)
+            finally:
+                leave.set()
+                for thread in threads:
+                    thread.join(30)
+            entered.clear()
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_migration_of_a_segment(torch: Any, machine: Any) -> None:
     """The memory behind tensors can move, to the host as well, under the same pointers."""
     (weights,) = filled(machine, "weights", 1)
@@ -488,6 +522,7 @@ def test_a_pool_that_was_resumed_as_a_group(torch: Any, machine: Any) -> None:
     assert pool_states[1:] == [("asleep", True), ("asleep", True), ("awake", False)]
 
 
+@pytest.mark.filterwarnings("ignore:pool 'kv' .* nothing was ever made")
 def test_an_empty_pool_sleeps(machine: Any) -> None:
     """A pool that holds nothing sleeps until it is woken; one that holds other buffers alone is as they are."""
     with machine.pool("kv"):

@@ -98,14 +98,15 @@ def test_cpu_backup(torch: Any, saver: Any) -> None:
 
 
 def test_retained_backups(saver: Any) -> None:
-    """With retain_cpu_backup, host memory is kept for the next pause, and a backup can be had after resume."""
+    """With retain_cpu_backup, host memory is kept for the next pause; what was in it is not looked at any more."""
     assert saver.retain_cpu_backup is False
     saver.retain_cpu_backup = True
     tensor = made(saver, 4, enable_cpu_backup=True)
     saver.pause()
     saver.resume()
     assert remap.host_pool().statistics().ready >= SIZE
-    assert saver.get_cpu_backup(tensor)[0].item() == 4
+    assert saver.get_cpu_backup(tensor) is None
+    assert saver.get_cpu_backup(tensor, zero_copy=True) is None
     assert saver._binary_wrapper.cdll.tms_get_retain_cpu_backup() is True
     saver._binary_wrapper.cdll.tms_set_retain_cpu_backup(False)
     assert saver.retain_cpu_backup is False
@@ -126,6 +127,56 @@ def test_nested_regions(saver: Any) -> None:
     assert float(extra.sum()) == 7_000
     gradient.fill_(0)
     assert float(gradient.sum()) == 0
+
+
+def test_leaving_regions_by_hand(saver: Any) -> None:
+    """Callers of the binary's own functions leave a region and go back there, each thread for itself."""
+    functions = saver._impl._binary_wrapper.cdll
+    saver._ensure_initialized()
+    assert not functions.tms_get_interesting_region()
+    with saver.region(tag="model"):
+        before = functions.tms_get_interesting_region()
+        functions.tms_set_interesting_region(False)
+        outside = remap.torch.empty(1000).fill_(1)
+        with saver.region(tag="other"):
+            inner = remap.torch.empty(1000)
+            functions.tms_set_interesting_region(False)
+            functions.tms_set_interesting_region(True)
+            again = remap.torch.empty(1000)
+        functions.tms_set_interesting_region(before)
+        functions.tms_set_interesting_region(True)
+        model = remap.torch.empty(1000)
+        with saver.disable():
+            for value in (False, functions.tms_get_interesting_region(), True):
+                functions.tms_set_interesting_region(value)
+            assert not functions.tms_get_interesting_region()
+    buffers: list[Any] = [remap.torch.buffer_of(one) for one in (inner, again, model)]
+    tags = [one.tag for one in buffers]
+    assert tags == ["tms/other/none", "tms/other/none", "tms/model/none"]
+    saver.pause()
+    assert float(outside.sum()) == 1000
+    for value in (False, False, True):
+        functions.tms_set_interesting_region(value)
+    with pytest.raises(remap.RemapError, match=r"Enter torch_memory_saver\.region"):
+        functions.tms_set_interesting_region(True)
+
+
+def test_messages_name_its_own_calls(saver: Any) -> None:
+    """Whoever enters a paused region reads what to call in torch_memory_saver's words."""
+    made(saver, 1, tag="kv")
+    saver.pause("kv")
+    with pytest.raises(remap.PausedError, match=r"Call torch_memory_saver\.resume\('kv'\) first"):
+        made(saver, 1, tag="kv")
+
+
+def test_a_process_that_is_one_region(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMS_INIT_ENABLE asks for what remap cannot do: refused, instead of pausing nothing (trap 7)."""
+    assert machine is not None
+    from remap.integrations import tms
+
+    monkeypatch.setenv("TMS_INIT_ENABLE", "1")
+    with pytest.raises(remap.RemapError, match=r"TMS_INIT_ENABLE: .*Unset it, and enter .*region"):
+        tms.install()
 
 
 def test_disk_backup(saver: Any, tmp_path: Path) -> None:
@@ -184,6 +235,13 @@ class TorchMemorySaver:
     def __init__(self):
         self._impl, self._mode = None, "preload"
 
+    def _set_mode(self, mode):
+        if self._impl is not None and modes:
+            raise RuntimeError("Cannot configure after initialization")
+        if modes and mode not in modes:
+            raise ValueError(f"Unknown hook mode {{mode!r}}")
+        self._mode = mode
+
     @contextmanager
     def region(self, tag="default", enable_cpu_backup=False):
         self._ensure_initialized()
@@ -202,7 +260,7 @@ class TorchMemorySaver:
         if self._impl is None:
             self._impl = modes[self._mode]()
 
-    hook_mode = property(None, lambda self, mode: setattr(self, "_mode", mode))
+    hook_mode = property(None, _set_mode)
 
 torch_memory_saver, modes = TorchMemorySaver(), {{}}
 '''
@@ -212,6 +270,8 @@ def register_hook_mode(name, factory, *, uses_preload=True):
     if name in modes:
         raise ValueError(f"Hook mode {name!r} is already registered")
     modes[name] = factory
+
+register_hook_mode("preload", None)
 """
 
 USE = """
@@ -221,7 +281,12 @@ from remap.integrations import tms
 tms.install()
 tms.install()
 from torch_memory_saver import torch_memory_saver as saver
+saver.hook_mode = "preload"
+saver._ensure_initialized()
+saver.hook_mode = "preload"
+functions = saver._impl._binary_wrapper.cdll
 with saver.region(tag="kv_cache", enable_cpu_backup=True):
+    assert functions.tms_get_interesting_region()
     tensor = remap.torch.empty(1000).fill_(5)
 before = remap.device(0).memory().free
 saver.pause("kv_cache")

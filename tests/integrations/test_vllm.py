@@ -8,6 +8,7 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -131,6 +132,102 @@ def test_current_tag(allocator: Any) -> None:
         assert allocator.current_tag == "weights"
         raise ZeroDivisionError
     assert allocator.current_tag == "default"
+
+
+def test_a_tag_that_is_assigned(allocator: Any) -> None:
+    """What is made after `current_tag` was assigned has that tag, until another one is, or the block ends."""
+    allocator.current_tag = "draft"
+    assert allocator.current_tag == "default"
+    made: list[Any] = []
+    with allocator.use_memory_pool(tag="weights"):
+        for tag in ("weights", "draft", "draft", "other", "weights"):
+            allocator.current_tag = tag
+            assert allocator.current_tag == tag
+            made.append(remap.torch.empty(10))
+        allocator.current_tag = "draft"
+        with allocator.use_memory_pool("kv_cache"):
+            made.append(remap.torch.empty(10))
+        made.append(remap.torch.empty(10))
+    assert allocator.current_tag == "default"
+    buffers: list[Any] = [remap.torch.buffer_of(one) for one in made]
+    tags = [one.tag.removeprefix("vllm/") for one in buffers]
+    assert tags == ["weights", "draft", "draft", "other", "weights", "kv_cache", "draft"]
+    allocator.sleep(("draft",))
+    assert "host" in remap.torch.status()["vllm/draft"].kept
+    with pytest.raises(remap.PausedError, match=r"Call wake_up\(tags=\['draft'\]\)"):
+        allocator.use_memory_pool("draft").__enter__()
+
+
+def test_a_wake_that_runs_out_of_memory(allocator: Any) -> None:
+    """It is a RuntimeError, as of vLLM's own allocator, and one of remap's; everything sleeps on (trap 1)."""
+    total = remap.device(0).memory().total
+    size = total * 7 // 10 if remap.driver().name == "host" else 1024 * MiB
+    with allocator.use_memory_pool():
+        tensor = remap.torch.empty(size, dtype=remap.integrations.tensors.torch.uint8)
+    allocator.sleep(offload_tags=())
+    room = remap.device(0).memory().free - size // 2
+    with remap.allocate(room // MiB * MiB, resident=0):
+        for kind in (RuntimeError, MemoryError, remap.OutOfMemoryError):
+            with pytest.raises(kind, match="are free there"):
+                allocator.wake_up()
+        assert remap.torch.status()["vllm/default"].state == "asleep"
+    allocator.wake_up()
+    assert tensor.numel() == size
+
+
+@pytest.fixture
+def hooks(torch: Any) -> Iterator[Any]:
+    """A module with what newer vLLM has for others who keep something of the memory (`register_tag_hooks`)."""
+    assert torch is not None
+    name = "vllm.device_allocator"
+    before = sys.modules.get(name)
+    module: Any = ModuleType(name)
+    sys.modules[name] = module
+    registered: dict[str, tuple[Any, Any]] = {}
+
+    def before_unmap(allocations: Any, tags: Any = None) -> None:
+        mapped = {one.tag for one in allocations if not one.is_asleep and (tags is None or one.tag in tags)}
+        for tag in mapped & registered.keys():
+            registered[tag][0]()
+
+    def after_map(allocations: Any) -> None:
+        for tag in registered.keys() - {one.tag for one in allocations if one.is_asleep}:
+            registered[tag][1]()
+
+    module.registered = registered
+    module.register_tag_hooks = lambda tag, *calls: registered.update({tag: calls})
+    module.run_before_unmap_hooks, module.run_after_map_hooks = before_unmap, after_map
+    yield module
+    del sys.modules[name]
+    if before is not None:
+        sys.modules[name] = before
+
+
+def test_hooks_of_tags(allocator: Any, hooks: Any) -> None:
+    """Who keeps something of a tag's memory lets go before it is unmapped, and is told when it is there again."""
+    told: list[str] = []
+    _, cache = loaded(allocator)
+
+    def release() -> None:
+        told.append(f"release {remap.torch.status()['vllm/kv_cache'].state}")
+
+    def restore() -> None:
+        told.append(f"restore {remap.torch.status()['vllm/kv_cache'].state}")
+
+    hooks.register_tag_hooks("kv_cache", release, restore)
+    allocator.discard("weights")
+    assert not told
+    allocator.wake_up(["weights"])
+    allocator.sleep(("weights",))
+    allocator.sleep(("weights",))
+    allocator.wake_up(["weights"])
+    allocator.wake_up(["kv_cache"])
+    assert told == ["restore awake", "release awake", "restore awake"]
+    told.clear()
+    with remap.torch.registered(cache, "NCCL"), pytest.raises(remap.InUseError, match="NCCL"):
+        allocator.discard(("kv_cache",))
+    assert told == ["release awake", "restore awake"]
+    hooks.registered.clear()
 
 
 class Base(ABC):
@@ -268,9 +365,26 @@ def test_unknown_versions_are_refused(torch: Any) -> None:
         vllm.make_backend(Stricter)
     with pytest.raises(remap.NotSupportedError, match="snapshot"):
         vllm.make_backend(Asking)
-    with pytest.raises(remap.NotSupportedError, match=r"vllm\.device_allocator"):
+    with pytest.raises(
+        remap.RemapError, match=r"vllm, which cannot be imported \(No module .*vllm"
+    ) as refusal:
         vllm.install()
+    assert isinstance(refusal.value, ImportError)
     vllm.register()
+
+
+def test_hooks_that_are_not_known(hooks: Any) -> None:
+    """A version whose hooks could not be run is refused, as those who registered would not be told."""
+    from remap.integrations import vllm
+
+    vllm.check_hooks(ModuleType("without"))
+    vllm.check_hooks(hooks)
+    hooks.run_after_map_hooks = lambda allocations, tags: None
+    with pytest.raises(remap.NotSupportedError, match="run_after_map_hooks"):
+        vllm.check_hooks(hooks)
+    del hooks.run_after_map_hooks
+    with pytest.raises(remap.NotSupportedError, match="run_after_map_hooks is not there"):
+        vllm.check_hooks(hooks)
 
 
 CUMEM = """
@@ -332,17 +446,13 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("flag", ["1", "0", "false"])
-def test_as_a_plugin(torch: Any, tmp_path: Path, flag: str) -> None:
-    """The plugin puts allocator and backend in place with the flag, and does nothing without it."""
-    assert torch is not None
-    if remap.driver().name == "cuda":
-        pytest.skip("about the host driver")
+def work(tmp_path: Path, cumem: str, flag: str) -> Any:
+    """Run a worker of a vLLM that has this allocator module."""
     package = tmp_path / "vllm" / "device_allocator"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("__version__ = '0.27.1'\n")
-    (package / "cumem.py").write_text(CUMEM)
+    (package / "cumem.py").write_text(cumem)
     (package / "sleep_mode_backend.py").write_text(BACKENDS)
     plugins = tomllib.loads(PROJECT.read_text())["project"]["entry-points"]["vllm.general_plugins"]
     begin = f"""
@@ -350,7 +460,24 @@ import os, sys
 sys.path.insert(0, {str(tmp_path)!r})
 os.environ["REMAP_VLLM"], PLUGIN = {flag!r}, {plugins["remap"]!r}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", begin + WORKER], capture_output=True, text=True, check=False, timeout=110
-    )
+    command = [sys.executable, "-c", begin + WORKER]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+
+
+@pytest.mark.parametrize("flag", ["1", "0", "false"])
+def test_as_a_plugin(torch: Any, tmp_path: Path, flag: str) -> None:
+    """The plugin puts allocator and backend in place with the flag, and does nothing without it."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about the host driver")
+    done = work(tmp_path, CUMEM, flag)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "right\n")
+
+
+def test_what_vllm_itself_lacks(torch: Any, tmp_path: Path) -> None:
+    """Where a module of vLLM's needs what is missing, that is what is said, and not that its version is unknown."""
+    assert torch is not None
+    if remap.driver().name == "cuda":
+        pytest.skip("about the host driver")
+    done = work(tmp_path, "import not_there\n" + CUMEM, "1")
+    assert "vllm, which cannot be imported (No module named 'not_there')" in done.stderr

@@ -67,6 +67,11 @@ def inside(pool: Pool | None) -> Generator[None]:
         raise InUseError(f"{block} to be left", rule=f"{among}, and torch routes by thread", next_step=_STEP)
 
 
+def present() -> Pool | None:
+    """Return the pool of this thread's last block; None where that is outside of all, or it is in none."""
+    return _thread.blocks[-1].pool if _thread.blocks else None
+
+
 def innermost(asked: str) -> Pool | None:
     """Return the pool that this thread is in, None where it is outside of all for a block.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,6 +189,10 @@ class ElasticTensor:
         Values alone are copied: autograd does not follow. Raises what `resize` and torch's copy raise; there are as
         many rows as before then.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{type(tensor)} to be appended: rows come as a tensor. Pass torch.as_tensor(rows)"
+            )
         if tensor.dim() != len(self.row) + 1 or tensor.shape[1:] != self.row:
             raise InvalidValueError(
                 f"a tensor of shape {tuple(tensor.shape)} to be appended",
@@ -239,6 +243,13 @@ class ElasticTensor:
         end_block(error, self.close)
         if error is not None:
             self.buffer._warns = False  # as `Resource` does
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled: two would count the rows of one memory."""
+        raise TypeError(
+            f"a copy of an ElasticTensor of shape {self.shape}: two objects would own one memory. "
+            "Copy or save its rows: tensor.clone()"
+        )
 
     def __len__(self) -> int:
         """Return how many rows there are."""

@@ -7,19 +7,20 @@ from typing import Any
 from remap.buffers.base import Buffer
 from remap.integrations.elastic_tensor import ElasticTensor, elastic_at
 from remap.integrations.memory import segment_at
-from remap.integrations.tensors import device_of, span_of
+from remap.integrations.tensors import check_tensor, device_of, span_of
 from remap.lifetime import epoch
 
 
 def buffer_at(tensor: Any, asked: str) -> Buffer:
     """Return the buffer that a tensor lies in, or that an `ElasticTensor` stands on.
 
-    Raises `InvalidValueError` for memory of others, and `ForkedError` for that of the process that this one was forked
-    from; `asked` says for messages what is wanted of it.
+    Raises `InvalidValueError` for memory of others, `ForkedError` for that of the process that this one was forked
+    from, and `TypeError` for what has no memory; `asked` says for messages what is wanted of it.
     """
     if isinstance(tensor, ElasticTensor):
         tensor.buffer._check()
         return tensor.buffer
+    check_tensor(tensor, asked)
     start, _ = span_of(tensor)
     found = elastic_at(start)
     if found is None or found._epoch != epoch():

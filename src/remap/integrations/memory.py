@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from remap import drivers, lifetime
 from remap.drivers.protocol import Driver
 from remap.errors import (
+    ClosedError,
     CudaResult,
+    DriverError,
     ForkedError,
     InUseError,
     InvalidValueError,
@@ -28,7 +30,7 @@ from remap.integrations.table import Table
 from remap.lifetime import Release, Resource, repeatable
 from remap.locations import device, devices, explain_shortage
 from remap.residency import group
-from remap.sizes import format_size
+from remap.sizes import format_size, round_up
 from remap.types import Access, AllocationProperties, Location
 
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
@@ -58,6 +60,9 @@ class PoolMemory:
         self.asked = asked
         # Whether it sleeps while it holds nothing: segments say it of themselves, and nothing else is asked then.
         self.slept = False
+        self.used = (
+            False  # whether remap has made a segment itself, as it does on drivers that no framework calls
+        )
         options = {at: options_of(*one) for at, one in asked.items()}
         self.number = memory.table.add_pool(tag, options)
         self.allocate_address, self.free_address = memory.table.entry(self.number)
@@ -73,22 +78,35 @@ class PoolMemory:
         if not address and self.memory.reap():
             address = self._allocate(size, at, 0)
         if not address:
-            info = device(at).memory()
-            code = self.memory.table.counters(at).last_error or int(CudaResult.OUT_OF_MEMORY)
-            error = driver_error(
-                "cuMemCreate",
-                code,
-                asked=f"{format_size(size)} on device {at} for pool {self.tag!r}",
-                rule=f"{format_size(info.free)} of {format_size(info.total)} are free there",
-                next_step="Delete tensors there, or put another pool to sleep, first",
-            )
-            if isinstance(error, OutOfMemoryError) and size > info.total:
-                raise explain_shortage(error, error.asked, size, device(at).location)
-            raise error
+            raise self._shortage(size, at)
+        self.used = True
         self.memory.adopt(self)
         found = self.memory.find(address, at)
         assert found is not None
         return found
+
+    def _shortage(self, size: int, at: int) -> DriverError:
+        """Return the error for a segment that was not to be had: what was in the way, and what helps."""
+        info, margin, granule = device(at).memory(), self.memory.table.margin, self.asked[at].granule
+        rule = f"{format_size(info.free)} of {format_size(info.total)} are free there"
+        step = "Delete tensors there, or put another pool to sleep, first"
+        if margin and round_up(size, granule) <= info.free:
+            rule += f", and a margin of {format_size(margin)} is to stay free"
+            step += ", or lower the margin: remap.torch.set_margin, torch_memory_saver's memory_margin_bytes"
+        elif size < granule:  # many small tensors fill a small device
+            rule += f", and on this driver each tensor takes whole granules of {format_size(granule)}"
+            larger = format_size(2 * info.total).replace(" ", "")
+            step += f', or simulate larger devices: remap.use("host", memory="{larger}", ...)'
+        error = driver_error(
+            "cuMemCreate",
+            self.memory.table.counters(at).last_error or int(CudaResult.OUT_OF_MEMORY),
+            asked=f"{format_size(size)} on device {at} for pool {self.tag!r}",
+            rule=rule,
+            next_step=step,
+        )
+        if isinstance(error, OutOfMemoryError) and size > info.total:
+            return explain_shortage(error, error.asked, size, device(at).location)
+        return error
 
     @repeatable
     def free_segment(self, segment: AdoptedBuffer) -> None:
@@ -115,6 +133,7 @@ class Memory:
             threading.RLock()
         )  # for the lists here; never held while waiting, or while the driver works
         self.pools: dict[str, PoolMemory] = {}
+        self.by_tag: dict[str, Any] = {}  # the `Pool` of each tag, which stands above this
         self._segments: dict[tuple[int, int], AdoptedBuffer] = {}
         self._captures: set[object] = set()
 
@@ -126,13 +145,26 @@ class Memory:
                 found = self.pools[tag] = PoolMemory(self, tag, make())
         return found
 
+    @property
+    def past(self) -> str:
+        """Whether it is of another process or driver by now, in a word or two; "" where it is not."""
+        if self.epoch != lifetime.epoch():
+            return "inherited"
+        return "" if drivers.opened() is self.driver else "of an earlier driver"
+
     def check(self, asked: str) -> None:
-        """Raise `ForkedError` in a forked child; touches nothing else of this."""
+        """Raise `ForkedError` in a forked child, `ClosedError` under another driver; touches nothing else of this."""
         if self.epoch != lifetime.epoch():
             raise ForkedError(
                 asked,
                 rule="it was made before a fork, and its memory belongs to the parent",
                 next_step='Use `with remap.torch.pool("tag"):` anew in the child',
+            )
+        if self.past:
+            raise ClosedError(
+                asked,
+                rule="it was made with an earlier driver, which is not in use any more",
+                next_step='Use `with remap.torch.pool("tag"):` anew',
             )
 
     def ready(self, at: int) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NoReturn
 
 from remap import drivers, lifetime
-from remap.buffers.placement import granule
-from remap.drivers.multicast_power import MulticastProperties, SupportsMulticast
-from remap.errors import InUseError, InvalidValueError, PausedError, not_supported
+from remap.errors import InUseError, InvalidValueError, PausedError, RemapWarning, not_supported
 from remap.integrations import routing
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.blocks import inside
-from remap.integrations.layout import MOST_ACCESSING
-from remap.integrations.memory import Asked, Memory, PoolMemory, memory
+from remap.integrations.memory import Memory, PoolMemory, memory
+from remap.integrations.options import PoolOptions, asked_of
 from remap.integrations.tensors import (
     Bytes,
     Tensor,
@@ -27,23 +25,9 @@ from remap.integrations.tensors import (
     torch,
     type_of,
 )
-from remap.locations import DeviceLike, device, parse_handle_types
+from remap.locations import DeviceLike, device
 from remap.residency import group
 from remap.sizes import counted
-from remap.types import AllocationProperties, HandleType, Host
-
-Release: TypeAlias = Literal["pool", "region"]
-"""When memory that holds no tensor any more goes back: with the pool's sleep or trim, or with each region."""
-
-
-class PoolOptions(NamedTuple):
-    """What a pool was made with."""
-
-    shareable: frozenset[HandleType] = frozenset()
-    rdma: bool = False
-    chunks: int = 1
-    release: Release = "pool"
-    accessing: tuple[int, ...] = ()
 
 
 class Pool:
@@ -56,8 +40,10 @@ class Pool:
     def __init__(self, found: Memory, tag: str, options: PoolOptions) -> None:
         self.tag = tag
         self.options = options
+        self.woken_by = f"remap.torch.wake({tag!r})"
+        """The call that wakes it, in the words of whoever made it: for messages."""
         self._memory = found
-        self._pool: PoolMemory = found.pool(tag, self._asked)
+        self._pool: PoolMemory = found.pool(tag, lambda: asked_of(found.driver, options))
         self._routes: dict[int, routing.Route] = {}
         self._visitors: set[object] = set()
         self._move: _Move | None = None
@@ -177,6 +163,18 @@ class Pool:
 
     # -- for sleeping, which has made sure that nobody is inside --
 
+    def _warn_unused(self) -> None:
+        """Say once that nothing was ever made here, where that would pass for a test of code that needs a GPU."""
+        if self._memory.driver.name == "cuda" or self._pool.used or self._group.buffers:
+            return
+        self._pool.used = True  # said
+        warnings.warn(
+            f"pool {self.tag!r} is put to sleep, and nothing was ever made in it: CPU torch routes nothing into pools. "
+            "Make tensors with remap.torch.empty, or move a module in with remap.torch.move_in",
+            RemapWarning,
+            stacklevel=3,
+        )
+
     def _note_sleep(self) -> None:
         # Where all there is are other buffers of its group, those tell, and may go unseen.
         self._pool.slept = bool(self._memory.known(self._pool)) or not self._group.buffers
@@ -227,7 +225,7 @@ class Pool:
                     raise PausedError(
                         f"pool {self.tag!r} to be entered",
                         rule="it sleeps, and torch would hand out memory that is not there",
-                        next_step=f"Call remap.torch.wake({self.tag!r}) first",
+                        next_step=f"Call {self.woken_by} first",
                     )
                 self._visitors.add(token)
             for at in devices:
@@ -264,28 +262,6 @@ class Pool:
                 next_step="Leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or update torch to 2.9 or newer",
             )
 
-    def _asked(self) -> dict[int, Asked]:
-        driver, options = self._memory.driver, self.options
-        whole: object = driver
-        multicast = whole if isinstance(whole, SupportsMulticast) else None
-        count = driver.device_count()
-        # Torch copies between devices as if all of them could touch everything.
-        users = options.accessing or (routing.initialized_devices() if driver.name == "cuda" else ())
-        found: dict[int, Asked] = {}
-        for at in range(count):
-            kinds = _possible(options.shareable, at)
-            properties = AllocationProperties(device(at).location, kinds, rdma=options.rdma)
-            size = granule(driver, properties)
-            if kinds and multicast is not None and device(at).capabilities["multicast"]:
-                wanted = MulticastProperties(count, size, kinds)
-                size = max(size, multicast.multicast_granularity(wanted).minimum)
-            peers = [user for user in users if user != at and driver.can_access_peer(user, at)]
-            accessing = [device(one).location for one in (at, *peers)]
-            if driver.name == "host" and device(at).capabilities["coherent"]:
-                accessing.append(Host())  # CPU torch is who uses it
-            found[at] = Asked(properties, tuple(accessing[:MOST_ACCESSING]), size, options.chunks)
-        return found
-
     def _check_cuda(self, asked: str) -> None:
         routing.check_torch()
         if self._memory.driver.name != "cuda":
@@ -304,10 +280,16 @@ class Pool:
                 next_step='Begin with remap.use("host", coherent=True, integrated=False)',
             )
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled: a tag has one pool, which knows who is inside."""
+        raise TypeError(
+            f"a copy of pool {self.tag!r}: a tag has one pool. Enter remap.torch.pool({self.tag!r})"
+        )
+
     def __repr__(self) -> str:
         """Return the tag and the state."""
-        ours = self._memory.epoch == lifetime.epoch()
-        return f"<remap.torch.Pool {self.tag!r}{', asleep' if ours and self.asleep else '' if ours else ', inherited'}>"
+        state = self._memory.past or ("asleep" if self.asleep else "")
+        return f"<remap.torch.Pool {self.tag!r}{state and f', {state}'}>"
 
 
 def empty_caches() -> None:
@@ -359,62 +341,25 @@ def outside() -> Generator[None]:
         yield
 
 
-@dataclass(slots=True)
-class _Pools:
-    """The pools of the present memory, by tag."""
-
-    memory: Memory | None = None
-    by_tag: dict[str, Pool] | None = None
-
-
-_pools = _Pools()
-
-
 def pools() -> dict[str, Pool]:
     """Return the pools of this process by tag, for the present driver."""
-    found = memory()
-    if _pools.memory is not found or _pools.by_tag is None:
-        _pools.memory, _pools.by_tag = found, {}
-    return _pools.by_tag
+    return memory().by_tag
 
 
 def pool_of(tag: str, options: PoolOptions, *, asked: bool) -> Pool:
     """Return the pool of a tag, a new one where there is none; `asked` says whether the options were named."""
-    known = pools()
-    found = known.get(tag)
-    if found is None:
-        if drivers.current().name == "cuda":
-            routing.check_torch()
-        found = known[tag] = Pool(memory(), tag, options)
-    elif asked and found.options != options:
+    present = memory()
+    if tag not in present.by_tag and drivers.current().name == "cuda":
+        routing.check_torch()
+    with present.lock:  # two pools of one tag would not see each other's blocks, and could sleep under them
+        found: Pool | None = present.by_tag.get(tag)
+        if found is None:
+            found = present.by_tag[tag] = Pool(present, tag, options)
+            return found
+    if asked and found.options != options:
         raise InvalidValueError(
             f"pool {tag!r} with {options}",
             rule=f"it was made with {found.options}, and memory of both kinds cannot have one tag",
             next_step="Use another tag",
         )
     return found
-
-
-def options_from(
-    shareable: HandleType | str | Sequence[HandleType | str] | None,
-    rdma: bool,
-    chunks: int,
-    release: Release,
-    accessing: Sequence[int],
-) -> PoolOptions:
-    """Return checked options."""
-    if chunks < 1:
-        raise InvalidValueError(f"chunks={chunks}", rule="a segment has at least one")
-    if release not in ("pool", "region"):
-        raise InvalidValueError(f"release={release!r}", rule='it is "pool" or "region"')
-    users = tuple(device(one).index for one in accessing)
-    return PoolOptions(parse_handle_types(shareable), rdma, chunks, release, users)
-
-
-def _possible(kinds: frozenset[HandleType], at: int) -> frozenset[HandleType]:
-    """Return the handle types without fabric where its probe fails, if another one is left."""
-    if HandleType.FABRIC in kinds and len(kinds) > 1 and not device(at).capabilities["fabric"]:
-        return kinds - {HandleType.FABRIC}
-    for kind in kinds:
-        device(at).require(str(kind))
-    return kinds

@@ -18,7 +18,7 @@ from remap.integrations.elastic_tensor import ElasticTensor
 from remap.integrations.lookup import buffer_at
 from remap.integrations.memory import memory
 from remap.integrations.pools import Pool, empty_caches, moving, pools
-from remap.integrations.tensors import Tensor, span_of, torch
+from remap.integrations.tensors import Tensor, check_tensor, has_memory, is_empty, span_of, torch
 from remap.lifetime import end_block, undo
 from remap.residency import Moved, Waking, groups, pause
 from remap.residency import backup as backup_of
@@ -54,19 +54,29 @@ def sleep(
     Waits for all work of the devices. Raises `InUseError` while a thread is inside of a pool, the current stream is
     being captured, memory is registered with another library (`registered`), or shared with other processes
     (`detach=True` lets them keep it), and what `remap.pause` raises. After a failure everything is awake, but for what
-    `remap.pause` says.
+    `remap.pause` says, and where a listener (`on_change`) has raised: then everything sleeps.
     """
     plan = _plan(tags, keep)
     check_not_capturing("sleep")
     found = memory()
     with _moving(plan, "put to sleep") as chosen:
+        for pool in chosen:
+            pool._warn_unused()
         found.reap()
         for pool in chosen:
             pool._drop_caches()
         empty_caches()
         found.reap()
         found.adopt_all(plan)
-        moved = pause(plan, after=after, progress=progress, directory=directory, detach=detach)
+        known = groups()
+        awake = [one for tag in plan if tag in known for one in known[tag].buffers if not one.paused]
+        try:
+            moved = pause(plan, after=after, progress=progress, directory=directory, detach=detach)
+        except BaseException:
+            if awake and all(one.paused for one in awake):  # a listener has raised, say
+                for pool in chosen:
+                    pool._note_sleep()
+            raise
         for pool in chosen:
             pool._note_sleep()
     return moved
@@ -76,7 +86,7 @@ def wake(
     tags: str | Iterable[str] | None = None,
     *,
     wait: float = 0.0,
-    order: Sequence[Any] | None = None,
+    order: Any = None,
     events: bool = False,
     exchange: Exchange | None = None,
     keep_host: bool = False,
@@ -85,9 +95,9 @@ def wake(
 ) -> Moved | Arriving:
     """Wake pools, all that sleep by default, with the contents that were kept; all of them or none.
 
-    The options are those of `remap.resume`; `order` names tensors, modules or ElasticTensors that are needed first, as
-    far as they lie in these pools. With `events=True` it returns an `Arriving` as soon as all is mapped: let streams
-    wait there for what they use.
+    The options are those of `remap.resume`; `order` names what is needed first: a tensor, a module or an ElasticTensor,
+    or several, as far as they lie in these pools. With `events=True` it returns an `Arriving` as soon as all is mapped:
+    let streams wait there for what they use.
 
     With `exchange`, all its ranks call this together with the same tags, and wake together or not at all: a rank that
     was not short of memory sleeps again. Host memory of the backups is kept then, as with `keep_host=True`, so that
@@ -106,9 +116,9 @@ def wake(
         "wait": wait, "keep_host": keep_host or exchange is not None, "progress": progress, "poison": poison,
     }  # fmt: skip
     if exchange is not None:
-        return _together(exchange, tags, order or (), options)
+        return _together(exchange, tags, order, options)
     with _waking(tags) as (chosen, buffers):
-        options["order"] = _order(order or (), buffers)
+        options["order"] = _order(order, buffers)
         moved, changed = put_back(buffers, events=events, settle=memory().reap, **options)
         for pool in chosen:
             pool._note_wake()
@@ -133,7 +143,7 @@ def _waking(tags: str | Iterable[str] | None) -> Generator[tuple[list[Pool], lis
 
 
 def _together(
-    exchange: Exchange, tags: str | Iterable[str] | None, order: Iterable[Any], options: dict[str, Any]
+    exchange: Exchange, tags: str | Iterable[str] | None, order: Any, options: dict[str, Any]
 ) -> Moved:
     """Wake on all ranks, or on none: whatever goes wrong on one, the others hear of it at once."""
     names: list[str] | None = None
@@ -287,14 +297,17 @@ def backup(tensor: Tensor) -> Tensor:
     """Return the backup of a sleeping tensor as a CPU tensor of its shape and strides; what is written there wakes.
 
     Of an `ElasticTensor` it is that of the rows there are. While it or a view of it lives, its memory refuses to wake.
-    Raises `InvalidValueError` for a tensor that is awake, lies in no pool, or whose contents were given up.
+    A tensor of no elements has an empty one. Raises `InvalidValueError` for a tensor that is awake, lies in no pool, or
+    whose contents were given up, and `TypeError` for what has no memory.
     """
+    if is_empty(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     buffer = buffer_at(tensor, "the backup")
     if isinstance(tensor, ElasticTensor):
         tensor = tensor.whole[: tensor.rows]
     start, size = span_of(tensor)
     kept = torch.from_numpy(backup_of(buffer))
-    if not size:
+    if not size:  # an ElasticTensor of no rows
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     raw = kept[start - buffer._address :][:size]
     if len(raw) < size:
@@ -364,8 +377,8 @@ def _asleep() -> set[str]:
     return slept | {tag for tag, one in groups().items() if any(buffer.paused for buffer in one.buffers)}
 
 
-def _order(what: Iterable[Any], buffers: Iterable[Buffer]) -> list[Buffer]:
-    """Return those of the buffers that tensors, modules and buffers lie in, each once, in order.
+def _order(what: Any, buffers: Iterable[Buffer]) -> list[Buffer]:
+    """Return those of the buffers that tensors, modules and buffers, one or several, lie in, each once, in order.
 
     What lies elsewhere has nothing to wait for: parts of modules are left out. Raises `InvalidValueError` for a tensor
     or a module with nothing at all in them.
@@ -373,7 +386,8 @@ def _order(what: Iterable[Any], buffers: Iterable[Buffer]) -> list[Buffer]:
     among = sorted(buffers, key=lambda one: one._address)
     addresses = [one._address for one in among]
     found: dict[Buffer, None] = {}
-    for one in what:
+    alone = isinstance(what, torch.Tensor | torch.nn.Module | ElasticTensor | Buffer | str)
+    for one in () if what is None else (what,) if alone else what:
         if isinstance(one, Buffer):
             found[one] = None
             continue
@@ -393,9 +407,9 @@ def _order(what: Iterable[Any], buffers: Iterable[Buffer]) -> list[Buffer]:
 def _tensors(what: Iterable[Any]) -> Iterator[Tensor]:
     for one in what:
         if isinstance(one, torch.nn.Module):
-            yield from one.parameters()
-            yield from one.buffers()
-        elif hasattr(one, "untyped_storage"):
+            yield from filter(has_memory, (*one.parameters(), *one.buffers()))
+        elif isinstance(one, torch.Tensor):
+            check_tensor(one, "the place")
             yield one
         elif isinstance(one, ElasticTensor):
             yield one.whole

@@ -37,4 +37,5 @@ _WHEELS = {
     "cupy": "cupy-cuda13x (or cupy-cuda12x, to match the driver)",
     "numba.cuda": "'numba-cuda[cu13]' (or cu12, to match the driver)",
     "torch_memory_saver": "torch_memory_saver",
+    "vllm": "vllm",
 }

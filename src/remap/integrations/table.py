@@ -78,6 +78,11 @@ class Table:
         """Let allocations fail that would leave less than `size` bytes of a device free."""
         self._words[layout.MARGIN :: layout.PART] = size
 
+    @property
+    def margin(self) -> int:
+        """How many bytes of a device allocations leave free."""
+        return int(self._words[layout.MARGIN])
+
     def set_captures(self, count: int) -> None:
         """Say how many captures are known to go on: nothing is waited for meanwhile."""
         self._words[layout.CAPTURES :: layout.PART] = count

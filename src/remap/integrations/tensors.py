@@ -57,14 +57,38 @@ def shaped(raw: Tensor, dtype: Any, shape: Sequence[int]) -> Tensor:
 
 
 def type_of(dtype: Any) -> Any:
-    """Return a type of torch's for whatever torch takes for one, None and `float` among it; raises `TypeError`."""
+    """Return a type of torch's for whatever torch takes for one, None and `float` among it, and for its name."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if isinstance(named, torch.dtype):
+        return named
     try:
         return torch.empty(0, dtype=dtype, device="meta").dtype
     except TypeError:
         raise TypeError(
             f"a tensor of dtype {dtype!r}: torch takes types of its own, and Python's int, float and bool. "
-            "Pass one as torch.float32 is"
+            'Pass one as torch.float32 is, or its name, "float32"'
         ) from None
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor is one span of memory; sparse, nested and lazy ones are not."""
+    return not torch.nn.parameter.is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_empty(tensor: Any) -> bool:
+    """Tell whether something is a tensor of no elements, which may lie nowhere."""
+    return isinstance(tensor, torch.Tensor) and has_memory(tensor) and not tensor.numel()
+
+
+def check_tensor(tensor: Any, asked: str) -> None:
+    """Raise `TypeError` for what is no tensor, or one that is no span of memory."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{asked} of {type(tensor)}: only tensors and ElasticTensors lie in memory of remap")
+    if not has_memory(tensor):
+        raise TypeError(
+            f"{asked} of a {type(tensor).__name__} of layout {tensor.layout}: it is not one span of memory. "
+            "Name the tensors that it is made of: values(), say"
+        )
 
 
 def whole_number(value: Any, what: str) -> int:

@@ -6,7 +6,8 @@
 Where torch_memory_saver is installed, it takes remap as its hook mode `remap`; where it is not, `import
 torch_memory_saver` finds this module. SGLang's memory saver goes through either; `register` is its plugin.
 
-A tag's memory with and without a backup are two pools, so that one `pause` keeps the one and drops the other.
+A tag's memory with and without a backup are two pools, so that one `pause` keeps the one and drops the other. What is
+made outside of regions stays: `TMS_INIT_ENABLE`, which makes the whole process one region, is refused.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from remap.errors import InvalidValueError, RemapError
+from remap.integrations.blocks import present
 from remap.integrations.memory import memory, segment_at
-from remap.integrations.pools import PoolOptions, outside, pool_of, pools
+from remap.integrations.options import PoolOptions
+from remap.integrations.pools import Pool, outside, pool_of, pools
 from remap.integrations.sleeping import backup, sleep, wake
 from remap.integrations.support import missing, switched_on
 from remap.integrations.tensors import Tensor, device_of, span_of
@@ -61,7 +65,7 @@ class TorchMemorySaver:
         keep = _keep(enable_cpu_backup, enable_disk_backup)
         if cpu_backup_backend is not None and not enable_cpu_backup:
             raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
-        with pool_of(_name(tag, keep), PoolOptions(), asked=False).entered(None):
+        with _pool(tag, keep).entered(None):
             yield
 
     @contextmanager
@@ -80,7 +84,7 @@ class TorchMemorySaver:
         Raises `NotSupportedError` without CUDA.
         """
         del cpu_backup_backend  # as in `region`
-        found = pool_of(_name(tag, _keep(enable_cpu_backup, False)), PoolOptions(), asked=False)
+        found = _pool(tag, _keep(enable_cpu_backup, False))
         with found.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             yield
 
@@ -107,22 +111,30 @@ class TorchMemorySaver:
     def get_cpu_backup(self, x: Tensor, zero_copy: bool = False) -> Tensor | None:
         """Return a CPU copy of a paused tensor's contents, None where none were kept or it is not paused.
 
-        With `zero_copy` it is the backup itself; delete it before `resume`. With `retain_cpu_backup`, a tensor that is
-        not paused gives a copy of what it is now.
+        With `zero_copy` it is the backup itself; delete it before `resume`. Once it is resumed there is none any more,
+        with `retain_cpu_backup` either: that keeps the host memory, and not what was in it.
         """
-        start, _ = span_of(x)
-        segment = segment_at(start, device_of(x), "get_cpu_backup")
-        if not segment.paused:
-            return x.detach().cpu().clone() if self._retain and segment.tag.endswith("/host") else None
+        start, size = span_of(x)
+        if size and not segment_at(start, device_of(x), "get_cpu_backup").paused:
+            return None
         try:
             found = backup(x)
         except InvalidValueError:  # contents were given up
             return None
         return found if zero_copy else found.clone()
 
+    # What the library's users reach for behind its facade; this is both.
+
+    @property
+    def _impl(self) -> TorchMemorySaver:
+        return self
+
+    def _ensure_initialized(self) -> None:
+        pass
+
     @property
     def hook_mode(self) -> str:
-        """The hook mode: setting another one than `remap` raises."""
+        """The hook mode: `remap`, whichever of the library's own modes is named; others raise `ValueError`."""
         return MODE
 
     @hook_mode.setter
@@ -172,6 +184,33 @@ class _BinaryWrapper:
         memory().table.set_margin(size)
         self.margin = size
 
+    def tms_get_interesting_region(self) -> bool:
+        """Return whether what this thread allocates now can be paused."""
+        return present() is not None
+
+    def tms_set_interesting_region(self, value: bool) -> None:
+        """Leave all regions with False, as `disable` does, and go back there with True; for this thread alone.
+
+        Outside of regions False does nothing, nor does the True after it. Any other True there raises `RemapError`.
+        """
+        inside = self.tms_get_interesting_region()
+        if not value:
+            _thread.off = True
+            if inside:
+                block = outside()
+                block.__enter__()
+                _thread.left.append(block)
+        elif not inside:
+            if not (_thread.left or _thread.off):
+                raise RemapError(
+                    "tms_set_interesting_region(True) outside of regions",
+                    rule="remap pauses what is made inside of regions",
+                    next_step="Enter torch_memory_saver.region(tag) around it",
+                )
+            _thread.off = False
+            if _thread.left:
+                _thread.left.pop().__exit__(None, None, None)
+
     def tms_get_retain_cpu_backup(self) -> bool:
         """Return whether backups' memory is kept."""
         return self._saver.retain_cpu_backup
@@ -184,6 +223,16 @@ class _BinaryWrapper:
         """Set the directory of disk backups."""
         self._saver.set_disk_backup_dir(os.fsdecode(path))
 
+
+class _Thread(threading.local):
+    """What the present thread has left by `tms_set_interesting_region`: the blocks outside of regions that it is in."""
+
+    def __init__(self) -> None:
+        self.left: list[AbstractContextManager[None]] = []
+        self.off = False
+
+
+_thread = _Thread()
 
 torch_memory_saver = TorchMemorySaver()
 """The one instance, under torch_memory_saver's name for it."""
@@ -211,8 +260,15 @@ def register() -> None:
 def install() -> Any:
     """Let torch_memory_saver work through remap in this process, and return its `torch_memory_saver` object.
 
-    Call it once in each process, before regions are entered. Raises `RemapError` where another mode is in use already.
+    Call it once in each process, before regions are entered. Raises `RemapError` where another mode is in use already,
+    and where `TMS_INIT_ENABLE` asks for memory outside of regions to be paused.
     """
+    if switched_on("TMS_INIT_ENABLE"):
+        raise RemapError(
+            "torch_memory_saver over remap with TMS_INIT_ENABLE",
+            rule="that makes the whole process one region, and remap pauses what is made inside of regions alone",
+            next_step="Unset it, and enter torch_memory_saver.region(tag) around what is to be paused",
+        )
     try:
         library: Any = importlib.import_module("torch_memory_saver")
     except ImportError:
@@ -241,6 +297,8 @@ def install() -> Any:
         if "already" not in str(error):
             raise missing("torch_memory_saver", "its hook mode", error) from error
     singleton.hook_mode = MODE
+    # Its users go on to name the mode that they were written for, and would have that one instead.
+    type(singleton).hook_mode = TorchMemorySaver.hook_mode
     return singleton
 
 
@@ -250,8 +308,10 @@ def _keep(cpu: bool, disk: bool) -> Keep:
     return "host" if cpu else "disk" if disk else None
 
 
-def _name(tag: str, keep: Keep) -> str:
-    return f"tms/{tag}/{keep or 'none'}"
+def _pool(tag: str, keep: Keep) -> Pool:
+    found = pool_of(f"tms/{tag}/{keep or 'none'}", PoolOptions(), asked=False)
+    found.woken_by = f"torch_memory_saver.resume({tag!r})"
+    return found
 
 
 def _pools(tag: str | None) -> Iterator[tuple[str, Keep]]:

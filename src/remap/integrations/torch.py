@@ -19,23 +19,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from remap import drivers
-from remap.errors import InvalidValueError
+from remap import dlpack, drivers
+from remap.errors import AccessError, InvalidValueError
 from remap.exports import Export
 from remap.integrations.adopted import AdoptedBuffer
 from remap.integrations.blocks import innermost
 from remap.integrations.elastic_tensor import ElasticTensor
 from remap.integrations.lookup import buffer_at
 from remap.integrations.memory import memory
-from remap.integrations.pools import (
-    Pool,
-    PoolOptions,
-    Release,
-    options_from,
-    outside,
-    pool_of,
-    pools,
-)
+from remap.integrations.options import PoolOptions, Release, options_from
+from remap.integrations.pools import Pool, outside, pool_of, pools
 from remap.integrations.sleeping import (
     Arriving,
     PoolStatus,
@@ -52,6 +45,8 @@ from remap.integrations.tensors import (
     device_number,
     device_of,
     extents_of,
+    has_memory,
+    is_empty,
     size_of,
     span_of,
     tensor_at,
@@ -59,6 +54,7 @@ from remap.integrations.tensors import (
 )
 from remap.integrations.tensors import torch as _torch
 from remap.locations import DeviceLike, LocationLike, RightLike
+from remap.locations import device as _device
 from remap.sharing.export import export as _export
 from remap.sharing.exported import Exported
 from remap.sharing.importing import open as _open
@@ -78,6 +74,7 @@ __all__ = [
     "empty_like",
     "export",
     "graph",
+    "move_in",
     "open",
     "outside",
     "pool",
@@ -152,41 +149,99 @@ def _empty(asked: str, *shape: int | Sequence[int], dtype: Any, device: DeviceLi
     return _torch.empty(*shape, dtype=type_of(dtype), device=_torch.device("cuda", at))
 
 
+def move_in(module: Any) -> Any:
+    """Move a module's parameters and buffers into the pool that this thread is in, and return the module.
+
+    For modules that were made outside, and for CPU torch, which makes them outside in any case. It works as `module.to`
+    does: parameters stay the objects they are, and gradients go along. What is on the CPU moves to the current GPU,
+    where the driver is CUDA. Inside of `outside` it moves them out. Raises what `empty` raises.
+    """
+    if not isinstance(module, _torch.nn.Module):
+        raise TypeError(
+            f"move_in of {type(module)}: it takes a module. A tensor moves by empty_like(x).copy_(x)"
+        )
+    moved: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # by what it was, which must live for as long as its number counts
+
+    def move(tensor: Tensor) -> Tensor:
+        if not has_memory(tensor):
+            return tensor
+        if id(tensor) not in moved:
+            strides = _torch.empty_like(
+                tensor, device="meta"
+            ).stride()  # dense, and in the order they were in
+            made = _empty("move_in", tensor.numel(), dtype=tensor.dtype, device=device_of(tensor))
+            with _torch.no_grad():
+                moved[id(tensor)] = tensor, made.as_strided(tensor.shape, strides).copy_(tensor)
+        return moved[id(tensor)][1]
+
+    return module._apply(move)
+
+
 def tensor(
-    buffer: Span, dtype: Any = None, shape: int | Sequence[int] | None = None, *, offset: int = 0
+    buffer: Span,
+    dtype: Any = None,
+    shape: int | Sequence[int] | None = None,
+    *,
+    offset: int = 0,
+    access: Access | str = Access.READ_WRITE,
 ) -> Tensor:
     """Return memory of a buffer as a tensor, without a copy; `shape` defaults to as many elements as fit.
 
     It keeps the buffer alive, and the buffer refuses to close while it lives. A CPU tensor keeps it from sleeping, too,
-    as the CPU would crash where a GPU array merely has to wait. Raises `ExportError` where torch cannot look there.
+    as the CPU would crash where a GPU array merely has to wait. torch has no read-only tensors: memory that may only be
+    read needs `access="r"`, the promise that nobody writes to the tensor, which would end the process. Raises
+    `AccessError` without it, and `ExportError` where torch cannot look there.
     """
+    if not isinstance(buffer, Span):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"a tensor of {type(buffer)}: it shows memory of a buffer. For values there is torch.tensor"
+        )
     kind = type_of(dtype)
     if shape is None:
         shape = (max(buffer.size - offset, 0) // kind.itemsize,)
     extents = extents_of((shape,))
     size = size_of(kind, extents)
-    if not size:
-        return _torch.empty(extents, dtype=kind)
     if offset % kind.itemsize:
         raise InvalidValueError(
             f"a tensor of {kind} at offset {offset}", rule=f"it is no multiple of {kind.itemsize}"
         )
-    raw = _torch.from_dlpack(buffer.array("uint8", size, offset=offset))
-    return raw.view(kind).view(extents)
+    array = buffer.array("uint8", size, offset=offset)
+    where, number = array.__dlpack_device__()
+    at = None if where == dlpack.CPU else number
+    if not size:
+        return _torch.empty(extents, dtype=kind, device=_device_at(at))
+    places = array._cpu_places() if at is None else [_device(at).location]
+    if Access.parse(access).writable and not array._writable(places):
+        raise AccessError(
+            f"a tensor of {buffer.describe()}",
+            rule="it may only be read, and torch has no read-only tensors: a write would end the process",
+            next_step='Pass access="r", and never write to it, or open the memory with access="rw"',
+        )
+    return _torch.from_dlpack(array).view(kind).view(extents)
+
+
+def _device_at(number: int | None) -> Any:
+    return _torch.device("cpu") if number is None else _torch.device("cuda", number)
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor on its way to other processes: its memory, and how to read it. Travels through `multiprocessing`."""
+    """A tensor on its way to other processes: its memory, and how to read it. Travels through `multiprocessing`.
 
-    memory: Exported
+    A tensor of no elements has no memory.
+    """
+
+    memory: Exported | None
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     def close(self) -> None:
         """End it, as `Exported.close` does."""
-        self.memory.close()
+        if self.memory is not None:
+            self.memory.close()
 
 
 def export(tensor: Tensor, *, access: Access | str = Access.READ_WRITE, **options: Any) -> ExportedTensor:
@@ -196,6 +251,8 @@ def export(tensor: Tensor, *, access: Access | str = Access.READ_WRITE, **option
     them. Other options are those of `remap.export`. Raises `InvalidValueError` for views of an `ElasticTensor`, and for
     lazy conjugates and negatives, which are no memory.
     """
+    if is_empty(tensor):
+        return _exported(tensor, None)
     buffer = buffer_at(tensor, "the export")
     if not isinstance(buffer, AdoptedBuffer):
         raise InvalidValueError(
@@ -211,8 +268,12 @@ def export(tensor: Tensor, *, access: Access | str = Access.READ_WRITE, **option
         )
     start, size = span_of(tensor)
     exported = _export(buffer, offset=start - buffer._address, size=size, access=access, **options)
+    return _exported(tensor, exported)
+
+
+def _exported(tensor: Tensor, memory: Exported | None) -> ExportedTensor:
     name = str(tensor.dtype).removeprefix("torch.")
-    return ExportedTensor(exported, name, tuple(tensor.shape), tuple(tensor.stride()))
+    return ExportedTensor(memory, name, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def open(
@@ -226,9 +287,12 @@ def open(
 
     Reading is the default right; with "r", do not write: torch has no read-only tensors, and the device would fault.
     """
+    kind = type_of(exported.dtype)
+    if exported.memory is None:
+        at = device_number(None) if drivers.current().name == "cuda" else None
+        return _torch.empty_strided(exported.shape, exported.strides, dtype=kind, device=_device_at(at))
     buffer = _open(exported.memory, access=access, accessing=accessing, **options)
     buffer._warns = False  # the tensor is its owner
-    kind = getattr(_torch, exported.dtype)
     raw = _from_any_rights(buffer)
     return raw.view(kind).as_strided(exported.shape, exported.strides)
 

@@ -12,17 +12,20 @@ import gc
 import importlib
 import inspect
 import os
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from typing import Any, ClassVar
+import sys
+import threading
+from collections.abc import Collection, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
 
-from remap.errors import InvalidValueError, NotSupportedError, not_supported
+from remap.errors import InvalidValueError, NotSupportedError, OutOfMemoryError, not_supported
 from remap.integrations.memory import memory
-from remap.integrations.pools import PoolOptions, pool_of, pools
+from remap.integrations.options import PoolOptions, Release
+from remap.integrations.pools import Pool, pool_of, pools
 from remap.integrations.routing import check_torch
 from remap.integrations.sleeping import sleep, wake
-from remap.integrations.support import switched_on
-from remap.lifetime import capturing
+from remap.integrations.support import missing, switched_on
+from remap.lifetime import capturing, undo
 from remap.residency.stores import Keep
 
 FLAG = "REMAP_VLLM"
@@ -57,26 +60,42 @@ KNOWN = OPTIONAL | frozenset(
 )
 """The public methods of `CuMemAllocator` that this allocator stands for. A version with others is refused."""
 
+_HOOKS: dict[str, tuple[Any, ...]] = {"run_before_unmap_hooks": ((), ()), "run_after_map_hooks": ((),)}
+"""What newer versions call around sleeping and waking (`register_tag_hooks`), and with how much."""
+
 
 class RemapAllocator:
     """vLLM's memory allocator over pools: `vllm.device_allocator.MemAllocator`."""
 
     default_tag: ClassVar[str] = "default"
 
-    def __init__(self) -> None:
-        self.current_tag = self.default_tag
-
     @contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Generator[None]:
         """Let tensors that are made inside sleep and wake by their tag."""
-        before, self.current_tag = self.current_tag, self.default_tag if tag is None else tag
-        try:
-            # What is freed while weights are loaded goes back when they are.
-            found = pool_of(_name(self.current_tag), PoolOptions(release="region"), asked=False)
-            with found.entered(None):
+        block = _Block(self.default_tag if tag is None else tag)
+        # What is freed while weights are loaded goes back when they are.
+        with _pool(block.tag, release="region").entered(None), block.others:
+            _thread.blocks.append(block)
+            try:
                 yield
-        finally:
-            self.current_tag = before
+            finally:
+                _thread.blocks.remove(block)
+
+    @property
+    def current_tag(self) -> str:
+        """The tag of what this thread makes. Another one can be assigned, for the rest of the innermost block."""
+        return _thread.blocks[-1].current if _thread.blocks else self.default_tag
+
+    @current_tag.setter
+    def current_tag(self, tag: str) -> None:
+        if not _thread.blocks:  # nothing has a tag there
+            return
+        block = _thread.blocks[-1]
+        block.others.close()
+        block.current = block.tag
+        if tag != block.tag:
+            block.others.enter_context(_pool(tag, release="region").entered(None))
+            block.current = tag
 
     def sleep(self, offload_tags: tuple[str, ...] | list[str] | str | None = None) -> None:
         """Put all memory to sleep in one transaction: contents of these tags are kept, the others' given up."""
@@ -90,9 +109,11 @@ class RemapAllocator:
         self._sleep({tag: None for tag in _tags() if tag in chosen})
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake the memory of these tags, or all; raises `OutOfMemoryError`, with all asleep, where it is short."""
+        """Wake the memory of these tags, or all; raises `ShortOfMemoryError`, with all asleep, where it is short."""
         chosen = [tag for tag in _tags() if tags is None or tag in tags or tag not in DEFERRABLE]
-        wake([_name(tag) for tag in chosen if pools()[_name(tag)].asleep], keep_host=_keeps_host())
+        with _out_of_memory():
+            wake([_name(tag) for tag in chosen if pools()[_name(tag)].asleep], keep_host=_keeps_host())
+        _run_hooks("run_after_map_hooks")
 
     def get_current_usage(self) -> int:
         """Return the bytes of all pools, asleep or not."""
@@ -105,7 +126,7 @@ class RemapAllocator:
         Raises `NotSupportedError` where torch has no CUDA.
         """
         check_torch()
-        found = pool_of(_name("cudagraph"), PoolOptions(), asked=False)
+        found = _pool("cudagraph")
         with capturing(), memory().capturing():
             yield found.graph_pool()
 
@@ -123,10 +144,64 @@ class RemapAllocator:
 
     def _sleep(self, plan: dict[str, Keep]) -> None:
         gc.collect()
-        sleep({_name(tag): keep for tag, keep in plan.items() if not pools()[_name(tag)].asleep})
+        awake = {tag: keep for tag, keep in plan.items() if not pools()[_name(tag)].asleep}
+        try:
+            _run_hooks("run_before_unmap_hooks", awake)
+            with _out_of_memory():
+                sleep({_name(tag): keep for tag, keep in awake.items()})
+        except BaseException as error:
+            undo(error, _run_hooks, "run_after_map_hooks")  # what they have let go of is still there
+            raise
 
 
+class _Block:
+    """One stay in `use_memory_pool`: its tag, the one that was assigned since, and the pool of that."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = self.current = tag
+        self.others = ExitStack()
+
+
+class _Thread(threading.local):
+    """The blocks of `use_memory_pool` that the present thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+
+
+_thread = _Thread()
 _allocator = RemapAllocator()
+
+
+class ShortOfMemoryError(OutOfMemoryError, RuntimeError):
+    """`OutOfMemoryError` as vLLM's callers expect it: its own allocator raises a `RuntimeError`."""
+
+
+@contextmanager
+def _out_of_memory() -> Generator[None]:
+    try:
+        yield
+    except OutOfMemoryError as error:
+        found = ShortOfMemoryError(*error.args)
+        found.__dict__.update(error.__dict__)
+        raise found from error
+
+
+class _Allocation(NamedTuple):
+    """What vLLM's hooks look at of an allocation."""
+
+    tag: str
+    is_asleep: bool
+
+
+def _run_hooks(name: str, *tags: Collection[str]) -> None:
+    """Run what vLLM's other parts have registered for tags, in versions that have that."""
+    run = getattr(sys.modules.get("vllm.device_allocator"), name, None)
+    if run is not None:
+        run(
+            [_Allocation(tag, one.paused) for tag in _tags() for one in pools()[_name(tag)].segments],
+            *tags,
+        )
 
 
 def register() -> None:
@@ -144,11 +219,20 @@ def register() -> None:
 
 
 def install() -> RemapAllocator:
-    """Put the allocator in `CuMemAllocator`'s place in this process, and return it."""
-    cumem: Any = _import("vllm.device_allocator.cumem")
+    """Put the allocator in `CuMemAllocator`'s place in this process, and return it.
+
+    Raises `NotSupportedError` for a vLLM whose interface is another, and an `ImportError` that is a `RemapError` where
+    it cannot be imported.
+    """
+    try:
+        importlib.import_module("vllm")
+        cumem: Any = _import("vllm.device_allocator.cumem")
+    except ImportError as error:
+        raise missing("vllm", "remap as vLLM's allocator", error) from error
     if cumem is None:
         raise _refusal("it has no vllm.device_allocator.cumem")
     check_interface(cumem.CuMemAllocator)
+    check_hooks(_import("vllm.device_allocator"))
     present = cumem.CuMemAllocator.instance
     if present is not None and present is not _allocator:
         raise InvalidValueError(
@@ -172,6 +256,18 @@ def check_interface(kind: Any) -> None:
     if methods - KNOWN:
         raise _refusal(f"its CuMemAllocator can do more than is known here: {sorted(methods - KNOWN)}")
     _check_parameters("CuMemAllocator", kind, RemapAllocator, methods)
+
+
+def check_hooks(module: Any) -> None:
+    """Raise `NotSupportedError` where others can hook into sleeping and waking, and not in the way known here."""
+    if not hasattr(module, "register_tag_hooks"):
+        return
+    for name, given in _HOOKS.items():
+        run = getattr(module, name, None)
+        try:
+            inspect.signature(run).bind(*given)  # type: ignore[arg-type]
+        except TypeError:
+            raise _refusal(f"its {name} is not there, or takes other arguments than are known here") from None
 
 
 def check_backend(kind: Any) -> None:
@@ -276,10 +372,13 @@ def _factory() -> Any:
 
 
 def _import(name: str) -> Any:
+    """Return a module of vLLM's, None where it has none of that name; an `ImportError` where that lacks another one."""
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
 
 
 def _refusal(why: str) -> NotSupportedError:
@@ -291,6 +390,12 @@ def _refusal(why: str) -> NotSupportedError:
 def _keeps_host() -> bool:
     """Tell whether host memory of backups is kept for the next sleep, as vLLM's own allocator keeps it by default."""
     return os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") in ("", "0")
+
+
+def _pool(tag: str, release: Release = "pool") -> Pool:
+    found = pool_of(_name(tag), PoolOptions(release=release), asked=False)
+    found.woken_by = f"wake_up(tags=[{tag!r}])"
+    return found
 
 
 def _name(tag: str) -> str:
