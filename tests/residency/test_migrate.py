@@ -72,6 +72,26 @@ def test_striped_memory_to_one_device(stage: Stage) -> None:
         assert holds([buffer])
 
 
+def test_memory_that_could_not_be_given_back(stage: Stage) -> None:
+    """All have moved then, and listeners are told; the failure says so first, and what a listener raises after it."""
+
+    def fail(_: remap.Buffer) -> None:
+        raise ZeroDivisionError("of a listener")
+
+    with filled(SIZE, SIZE) as buffers:
+        for buffer in buffers:
+            buffer.on_change(fail)
+        stage.faulty.fail("free_range")
+        with pytest.raises(remap.DriverError, match="cuMemAddressFree") as caught:
+            remap.migrate(buffers, remap.Host())
+        notes = caught.value.__notes__
+        assert "2 buffers moved all the same" in notes[0]
+        assert notes[1:] == ["and then: of a listener"] * 2
+        assert {one.resident for one in buffers} == {(remap.Host(),)}
+    (leaked,) = [call for call in stage.recording.calls_to("free_range") if call.error]
+    stage.inner.free_range(*leaked.arguments)
+
+
 def test_asleep(stage: Stage) -> None:
     """A sleeping buffer is not copied; it wakes at the new place, with its contents."""
     with filled(SIZE) as buffers:

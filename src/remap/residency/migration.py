@@ -89,9 +89,7 @@ def migrate(
             if leftovers is not None and not leftovers.begun:  # an interrupt, when all have moved
                 queued.append(leftovers)
             raise
-    announce(move.buffer for move in moves)
-    if failure is not None:
-        raise failure
+    announce((move.buffer for move in moves), failure)
     after_it = free_memory_now(before)
     figures = current_pool(driver).statistics()
     return Moved(
