@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import remap
 from remap import drivers, lifetime, releases
 from remap.sharing import client as sharing
+from remap.sharing.exchange import TIMEOUT
 from remap.testing.bench import wait_until
 
 from ..sharing.support import BrokerProcess
@@ -144,3 +147,37 @@ def test_interrupted_symmetric_buffers(multicast: bool) -> None:
     before = held()
     for done in every(act, ROOMS):
         assert wait_until(lambda: held() == before), done.where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_interrupted_ranks(rank: int) -> None:
+    """Wherever one rank is interrupted, the other has its buffer or an error at once, and nothing is left of either."""
+    remap.use("host", granularity=GRANULE, devices=2)
+
+    def make(exchange: remap.ProcessExchange) -> bool:
+        try:
+            remap.SymmetricBuffer(exchange, GRANULE, device=exchange.rank, multicast=True).close()
+        except remap.ShareError:
+            return False
+        finally:
+            exchange.close()
+        return True
+
+    others: list[Future[bool]] = []
+
+    def act() -> None:
+        ranks = remap.ProcessExchange.group(2)
+        others.append(pool.submit(make, ranks[1 - rank]))
+        made = make(ranks[rank])
+        assert others[-1].result() == made
+
+    with ThreadPoolExecutor() as pool:
+        act()
+        before = held()
+        start = time.monotonic()
+        for done in every(act, ROOMS):
+            others[-1].result()
+            assert time.monotonic() - start < TIMEOUT / 2, done.where
+            assert wait_until(lambda: held() == before), done.where
+            start = time.monotonic()

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -522,6 +523,27 @@ def test_killed_and_started_anew(broker: BrokerProcess) -> None:
         with client.open("a") as other:
             assert (other.to_host() == 6).all()
         buffer.close()
+
+
+def test_a_restart_while_somebody_waits(broker: BrokerProcess) -> None:
+    """Who waits for a buffer goes on waiting at the broker that is started anew; with none it ends with an error."""
+    with (
+        remap.connect(broker.path) as client,
+        remap.connect(broker.path, timeout=0.3) as hasty,
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(client.open, "later", wait=LIMIT)
+        assert wait_until(lambda: hasty.status().waiting == 1)
+        broker.kill()
+        broker.start()
+        assert wait_until(lambda: hasty.status().waiting == 1)
+        hasty.create("later", SIZE, resident=0).close()
+        waiting.result(LIMIT).close()
+        lost = pool.submit(hasty.wait, "never", timeout=LIMIT)
+        assert wait_until(lambda: client.status().waiting == 1)
+        broker.kill()
+        with pytest.raises(remap.ShareError, match="remap serve"):
+            lost.result(LIMIT)
 
 
 def test_no_broker_any_more(broker: BrokerProcess) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -18,16 +17,14 @@ from remap.sharing.channel import Fds, deadline_in
 from remap.sharing.export import export
 from remap.sharing.exported import PATIENCE
 from remap.sharing.importing import ImportedBuffer, import_memory
-from remap.sharing.link import Lease, Link, exchange
+from remap.sharing.link import Lease, Link
 from remap.sharing.quiet import QuietAddresses
 from remap.sharing.sockets import broker_path
 from remap.sharing.wire import (
     LONGEST_PATIENCE,
-    LONGEST_WAIT,
     BrokerStatus,
     NamedBuffer,
     check_name,
-    encode,
 )
 from remap.sizes import Size
 from remap.spans import Span
@@ -63,7 +60,8 @@ class BrokerClient:
 
         `options` are those of `remap.allocate`; it is shareable by descriptors. Readers can open it when it is closed
         here. A process that is killed meanwhile leaves it half written; `put` keeps what is complete. Raises
-        `InUseError` if there is one of that name. A failure leaves nothing behind.
+        `InUseError` if there is one of that name. A failure leaves nothing behind, unless the broker has made it and
+        an interrupt, or its silence, keeps this process from knowing: then the name is taken, and can be dropped.
         """
         check_name(name)
         options["shareable"] = HandleType.POSIX_FD
@@ -160,23 +158,14 @@ class BrokerClient:
                 self.wait(lease.name, access=lease.access, timeout=left)
 
     def wait(self, name: str, *, access: Access | str = Access.NONE, timeout: float = PATIENCE) -> None:
-        """Wait until a buffer exists and, if `access` is "r" or "rw", can be opened so.
+        """Wait until a buffer exists and, if `access` is "r" or "rw", can be opened so, also while the broker restarts.
 
         Another process may be faster at opening it then; `open(wait=…)` tries again. After `timeout` seconds it raises
         `BufferNotFoundError` if there is none, and `InUseError` if others have it open.
         """
         right = str(Access.parse(access))
         fields: dict[str, Any] = {"op": "wait", "name": check_name(name), "access": right}
-        deadline = deadline_in(timeout)
-        self._link.check()
-        # On a connection of its own, so that other threads need not wait for this one.
-        with self._link.connect(deadline_in(self.timeout)) as channel:
-            fields["timeout"] = min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT)
-            answer, fds = exchange(
-                channel, encode(fields), (), min(deadline + self.timeout, deadline_in(math.inf))
-            )
-            fds.close()
-            answer.raise_error()
+        self._link.wait(fields, deadline_in(timeout))
 
     def drop(self, name: str, *, force: bool = False) -> None:
         """Take a buffer out of the broker: nobody can open it any more, and its name is free.

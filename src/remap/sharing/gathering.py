@@ -34,8 +34,10 @@ class Gathered:
     def give_back(self, driver: Any, size: int) -> None:
         """Unmap what is mapped, and free the range, if there is one."""
         if self.address:
-            driver.unmap(self.address, size)  # holes do not matter (T7)
-            driver.free_range(self.address, size)
+            try:
+                driver.unmap(self.address, size)  # holes do not matter (T7)
+            finally:
+                driver.free_range(self.address, size)
 
 
 def gather(driver: Any, agreement: Agreement, plan: Plan, rollback: Rollback) -> Gathered:
@@ -110,14 +112,15 @@ def _take(data: bytes, plan: Plan, size: int) -> Exported:
     return exported
 
 
-def _import(driver: Any, exported: Exported) -> int:
+def _import(driver: Any, exported: Exported, imported: list[int]) -> None:
     """Import what was fetched, and close the descriptors."""
     with exported:
         handles = exported.handles()
         if not isinstance(handles, Fds):
-            return int(driver.import_handle(handles[0], exported.descriptor.kind))
+            imported.append(driver.import_handle(handles[0], exported.descriptor.kind))
+            return
         with handles:
-            return int(driver.import_handle(handles.numbers[0], exported.descriptor.kind))
+            imported.append(driver.import_handle(handles.numbers[0], exported.descriptor.kind))
 
 
 def _map_all(driver: Any, plan: Plan, rank: int, told: list[bytes], own: int, found: Gathered) -> None:
@@ -130,14 +133,15 @@ def _map_all(driver: Any, plan: Plan, rank: int, told: list[bytes], own: int, fo
             driver.map(at, stride, own)
             place = plan.device.location
         else:
-            exported = _take(data, plan, stride)
-            handle = _import(driver, exported)
+            exported, imported = _take(data, plan, stride), list[int]()
             try:
-                place = checked_place(driver, handle, exported.descriptor.chunks[0], exported.descriptor)
+                _import(driver, exported, imported)
+                place = checked_place(driver, imported[0], exported.descriptor.chunks[0], exported.descriptor)
                 check_reach(driver, (plan.device.location,), (place,))
-                map_whole(driver, at, stride, handle)
+                map_whole(driver, at, stride, imported[0])
             finally:
-                driver.release(handle)  # the mapping alone keeps it
+                for handle in imported:  # the mapping alone keeps it
+                    driver.release(handle)
         right = Access.READ_WRITE if number == rank else plan.access
         driver.set_access(at, stride, ((plan.device.location, right),))
         chunks.append(Chunk(at, stride, place))

@@ -7,6 +7,7 @@ claims what is still open here.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -19,7 +20,7 @@ from remap.lifetime import epoch
 from remap.sharing.channel import Channel, Fds, deadline_in
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.sockets import connect as connect_channel
-from remap.sharing.wire import VERSION, Fields, encode
+from remap.sharing.wire import LONGEST_WAIT, VERSION, Fields, encode
 from remap.types import Access
 
 
@@ -33,7 +34,7 @@ class Link:
         self._leases: set[Lease] = set()
         self._epoch = epoch()
         self._closed = False
-        self._channel: Channel | None = self.connect(deadline_in(timeout))
+        self._channel: Channel | None = self._connect(deadline_in(timeout))
 
     def close(self) -> None:
         """Disconnect. Closing again does nothing. Raises `InUseError` while buffers are open."""
@@ -106,9 +107,36 @@ class Link:
                 raise
             return answer, got
 
-    def connect(self, deadline: float) -> Channel:
+    def wait(self, fields: dict[str, Any], deadline: float) -> None:
+        """Send a request that is answered when something has happened, or at the deadline.
+
+        It has a connection of its own, so that other threads need not wait for this one. If the broker goes meanwhile,
+        the next one is asked, while there is time.
+        """
+        self.check()
+        while True:
+            with self._reach(deadline_in(self.timeout)) as channel:
+                message = encode(
+                    {**fields, "timeout": min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT)}
+                )
+                try:
+                    latest = min(deadline + self.timeout, deadline_in(math.inf))
+                    answer, fds = exchange(channel, message, (), latest)
+                except (OSError, EOFError) as error:
+                    if time.monotonic() < deadline:
+                        continue
+                    raise self._silent(str(error)) from error
+            fds.close()
+            answer.raise_error()
+            return
+
+    def _connect(self, deadline: float) -> Channel:
         """Return another connection with the broker, over which nothing is open."""
-        channel = connect_channel(self.path, deadline=deadline)
+        try:
+            channel = connect_channel(self.path, deadline=deadline)
+        except ShareError as error:
+            error.next_step = error.next_step or _START
+            raise
         try:
             answer, fds = exchange(channel, encode({"op": "hello", "version": VERSION}), (), deadline)
             fds.close()
@@ -121,18 +149,21 @@ class Link:
             raise
         return channel
 
-    def _connect_again(self, deadline: float) -> Channel:
-        """Connect with a broker that may be on its way up, and claim what is open here."""
+    def _reach(self, deadline: float) -> Channel:
+        """Connect with a broker that may be on its way up."""
         pause = 0.001
         while True:
             try:
-                channel = self.connect(deadline)
-                break
+                return self._connect(deadline)
             except ShareError:
                 if time.monotonic() + pause >= deadline:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
+
+    def _connect_again(self, deadline: float) -> Channel:
+        """Connect with a broker that may be on its way up, and claim what is open here."""
+        channel = self._reach(deadline)
         try:
             for lease in list(self._leases):
                 self._claim(channel, lease, deadline)
@@ -161,7 +192,7 @@ class Link:
         return ShareError(
             f"a request to the broker at {self.path}",
             rule=f"it does not answer: {why}",
-            next_step="Start one with remap serve",
+            next_step=_START,
         )
 
     def release(self, lease: Lease) -> None:
@@ -185,6 +216,9 @@ class Link:
                     raise
             finally:
                 self._leases.discard(lease)
+
+
+_START = "Start one with remap serve"
 
 
 class Lease:
