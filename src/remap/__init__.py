@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from remap.buffers.pinned import register as register
     from remap.buffers.registrations import Registration as Registration
     from remap.buffers.ring import RingBuffer as RingBuffer
-    from remap.buffers.shares import footprint as footprint
     from remap.chunks.pool import ChunkPool as ChunkPool
     from remap.chunks.pool import chunk_pool as chunk_pool
     from remap.collectives import MulticastCollectives as MulticastCollectives
@@ -124,6 +123,7 @@ if TYPE_CHECKING:
     from remap.residency import Moved as Moved
     from remap.residency import Waking as Waking
     from remap.residency import backup as backup
+    from remap.residency import footprint as footprint
     from remap.residency import group as group
     from remap.residency import groups as groups
     from remap.residency import host_pool as host_pool
@@ -220,7 +220,6 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "buffers.elastic": ("ElasticBuffer",),
     "buffers.registrations": ("Registration",),
     "buffers.ring": ("RingBuffer",),
-    "buffers.shares": ("footprint",),
     "chunks.pool": ("ChunkPool", "chunk_pool"),
     "graphs": ("Executable", "Graph", "GraphMemory", "capture", "graph_memory"),
     "kernels": (
@@ -277,6 +276,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "Moved",
         "Waking",
         "backup",
+        "footprint",
         "group",
         "groups",
         "host_pool",

@@ -391,7 +391,10 @@ def check_type(dtype: DTypeLike) -> Any:
 def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
     """Return a shape as a tuple; raises `InvalidValueError` for a negative extent."""
     sequence: Sequence[SupportsIndex] = shape if isinstance(shape, Sequence) else (shape,)
-    extents = tuple(operator.index(extent) for extent in sequence)
+    try:
+        extents = tuple(operator.index(extent) for extent in sequence)
+    except TypeError:
+        raise TypeError(f"a shape is a number of elements, or one for each axis, not {shape!r}") from None
     if any(extent < 0 for extent in extents):
         raise InvalidValueError(f"shape {extents}", rule="an extent is 0 or more")
     return extents

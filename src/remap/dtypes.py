@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from remap.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy
 
 ADDED = {
@@ -39,6 +41,15 @@ def parse_dtype(dtype: Any) -> numpy.dtype[Any]:
         if name != text and hasattr(np, name):
             return np.dtype(name)
         raise TypeError(f"a dtype is one of NumPy's, such as 'float32', not {dtype!r}: {error}") from None
+
+
+def check_order(order: str, dtype: Any, shape: Any) -> None:
+    """Raise `TypeError` where a shape stands in the place of a type, or a type in that of a shape."""
+    each = cast("Iterable[Any]", dtype) if isinstance(dtype, list | tuple) else (dtype,)
+    if all(hasattr(one, "__index__") and not isinstance(one, type) for one in each):
+        raise TypeError(f"{dtype!r} is a shape, and no type of elements: the order is {order}")
+    if isinstance(shape, type) or (hasattr(shape, "itemsize") and not hasattr(shape, "__index__")):
+        raise TypeError(f"{shape!r} is a type of elements, and no shape: the order is {order}")
 
 
 def added(name: str) -> numpy.dtype[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from remap.dtypes import parse_dtype
+from remap.dtypes import check_order, parse_dtype
 from remap.errors import AccessError, InvalidValueError, RemapError
 from remap.launches import MemoryUse, launches
 from remap.lifetime import tell, undo, watchers
@@ -88,7 +88,11 @@ class Span(Range):
         """
         import numpy as np
 
-        kind = parse_dtype(dtype)
+        try:
+            kind = parse_dtype(dtype)
+        except TypeError:
+            check_order("to_host(dtype, shape)", dtype, shape)
+            raise
         offset = parse_offset(offset)
         if shape is None:
             if not kind.itemsize:
@@ -153,7 +157,11 @@ class Span(Range):
         """
         from remap.arrays import DeviceArray
 
-        return DeviceArray.over(self, dtype, shape, offset)
+        try:
+            return DeviceArray.over(self, dtype, shape, offset)
+        except TypeError:
+            check_order("array(dtype, shape)", dtype, shape)
+            raise
 
     def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
         """Refuse: NumPy would make an array of one Python object of it."""

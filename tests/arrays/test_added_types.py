@@ -88,6 +88,6 @@ def test_without_ml_dtypes() -> None:
 
 def test_what_is_no_type(memory: remap.Buffer) -> None:
     """What NumPy does not take for a type is a TypeError that says so."""
-    for wrong in ("bfloat17", "torch.nothing", 3):
+    for wrong in ("bfloat17", "torch.nothing", 3.0):
         with pytest.raises(TypeError, match="a dtype is one of NumPy's"):
             memory.array(wrong)  # type: ignore[arg-type]

@@ -138,6 +138,33 @@ def test_access_that_names_no_locations(wrong: Any) -> None:
         buffer.fill(1)
 
 
+SWAPPED: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "array": (lambda shape, ring: ring.array(shape, "float32"), r"array\(dtype, shape\)"),
+    "to_host": (lambda shape, ring: ring.to_host(shape, "float32"), r"to_host\(dtype, shape\)"),
+    "window": (lambda shape, ring: ring.window(0, "float32", shape), r"window\(position, shape, dtype\)"),
+    "zeroed": (lambda shape, _: remap.DeviceBuffer.zeroed("float32", shape), r"\(shape, dtype\)"),
+    "pinned": (lambda shape, _: remap.pinned("float32", shape), r"\(shape, dtype\)"),
+}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+@pytest.mark.parametrize("shape", [4, (2, 3), [np.int64(4)]], ids=str)
+def test_type_and_shape_in_the_other_order(what: str, shape: Any) -> None:
+    """The order is named where a shape stands in the place of a type, or the other way round."""
+    call, order = SWAPPED[what]
+    with remap.RingBuffer("2MiB") as made:
+        ring: Any = made
+        with pytest.raises(TypeError, match=rf"is a shape, and no type of elements: the order is {order}"):
+            call(shape, ring)
+        with pytest.raises(TypeError, match=r"is a type of elements, and no shape: .*array\(dtype, shape\)"):
+            ring.array("uint8", np.float32)
+        for wrong in ("4", 4.5, [None]):
+            with pytest.raises(TypeError, match="a shape is a number of elements, or one for each axis"):
+                ring.array("uint8", wrong)
+        with pytest.raises(TypeError, match=r"number of bytes, not 'uint8': the order is window"):
+            ring.window("uint8", 4)
+
+
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 5000 + "MiB", "1." + "0" * 5000 + "MiB"])
 def test_a_size_of_thousands_of_digits(text: str) -> None:
     """It is an InvalidValueError as any other text that is no size."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,23 @@ def test_cursors(stage: Stage) -> None:
                 refused()
         assert (ring.head, ring.filled) == (head, 20)
         assert ring.read().view(np.uint16).tolist() == list(range(10))
+
+
+def test_cursors_that_would_pass_each_other(stage: Stage) -> None:
+    """A cursor that would pass the other stays where it is, and the message says what can be done."""
+    del stage
+    with remap.RingBuffer(SIZE) as ring:
+        calls: list[Callable[[], object]] = [
+            lambda: ring.read(1),
+            lambda: ring.consumed(1),
+            lambda: ring.produced(SIZE + 1),
+            lambda: ring.write(np.zeros(SIZE + 1, "uint8")),
+        ]
+        for call in calls:
+            with pytest.raises(remap.InvalidValueError) as caught:
+                call()
+            assert caught.value.next_step
+        assert (ring.head, ring.tail) == (0, 0)
 
 
 def test_windows_never_wrap(stage: Stage) -> None:

@@ -29,11 +29,19 @@ def test_what_is_alive() -> None:
     before = remap.leaks()
     with remap.allocate(4 * MiB) as buffer:
         found = remap.leaks(before)
-        assert [item.serial for item in found.items] == [buffer.serial]
+        assert [item.serial for item in found] == [buffer.serial]
+        assert found[0] == found[-1] == found.items[0]
+        assert repr(found) == "<remap.Leaks of 1 object>"
         assert found.footprint == {remap.device().location: 4 * MiB}
         assert "1 object alive, holding 4 MiB on device 0" in str(found)
         assert "REMAP_TRACEBACK=1" in str(found)
     assert not remap.leaks(before)
+    with remap.allocate(4 * MiB) as buffer:
+        picture = remap.snapshot()
+        assert repr(picture).startswith(f"<remap.Snapshot of {len(picture.items)} object")
+        assert not remap.leaks(since=picture)
+        with remap.allocate(4 * MiB) as later:
+            assert [item.serial for item in remap.leaks(since=picture)] == [later.serial]
     assert str(remap.leaks(before)) == "nothing is alive"
 
 

@@ -232,6 +232,80 @@ def test_footprint_of_one_buffer() -> None:
         assert remap.footprint(buffer) == remap.footprint([buffer]) == {remap.device().location: 2 << 20}
 
 
+def test_footprint_takes_what_pause_takes_and_more() -> None:
+    """Tags, groups, typed and other memory have a footprint; what is named twice or shared counts once."""
+    here, granule = remap.device().location, remap.allocate(1)
+    size = granule.size
+    with (
+        granule,
+        remap.group("footprints") as group,
+        remap.allocate(1) as one,
+        remap.DeviceBuffer.zeroed(4) as typed,
+    ):
+        assert typed.owner is not one
+        both: dict[remap.Location, int] = {here: 2 * size}
+        assert remap.footprint("footprints") == remap.footprint(group) == group.footprint() == both
+        assert remap.footprint([one, typed, one.array(), "footprints"]) == both
+        assert remap.footprint([*group, granule]) == {here: 3 * size}
+        assert remap.footprint(typed) == remap.footprint(typed[:2]) == {here: size}
+        remap.pause(group)
+        assert group.footprint() == {}
+    with (
+        remap.create(size) as memory,
+        remap.reserve(2 * size) as addresses,
+        addresses.map(memory) as mapping,
+        addresses.map(memory, offset=size) as alias,
+    ):
+        assert remap.footprint([mapping, alias, memory]) == {here: size}
+    with remap.DeviceBuffer.zeroed(4, source="plain") as plain, remap.pinned(4) as pinned:
+        assert remap.footprint([plain, pinned]) == {here: plain.owner.size, remap.Host(): pinned.owner.size}
+
+
+class Tensor:
+    """What another library has, and remap knows nothing of."""
+
+    __module__ = "torch.somewhere"
+
+
+TENSOR, SINCE = (
+    r"takes a buffer.*not .*Tensor.*remap\.torch\.export",
+    r"since= is what remap\.leaks or remap\.snapshot",
+)
+ANYTHING: Any = remap  # nothing of what follows is for a type checker
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "export of a tensor": (lambda: ANYTHING.export(Tensor()), TENSOR),
+    "export of an array": (lambda: ANYTHING.export(np.zeros(3)), r"takes a buffer.*not .*ndarray'>$"),
+    "footprint of a number": (lambda: ANYTHING.footprint(3), "groups and tags have a footprint, not .*int"),
+    "footprint of None": (lambda: ANYTHING.footprint(None), "not .*NoneType"),
+    "footprint of a stream": (lambda: ANYTHING.footprint([remap.default_stream()]), "not .*Stream"),
+    "leaks since a number": (lambda: ANYTHING.leaks(since=3), SINCE),
+    "leaks since text": (lambda: ANYTHING.leaks(since="x"), SINCE),
+    "snapshot less leaks": (
+        lambda: ANYTHING.snapshot() - remap.leaks(),
+        r"not to .*Leaks.*remap\.leaks\(since=snapshot\)",
+    ),
+    "pause of a block": (lambda: ANYTHING.pause(remap.group("x")), "groups and tags can sleep"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_types_are_told_what_is_taken(what: str) -> None:
+    """What is taken is said in the words of the call, and no private name of ours stands in the message."""
+    call, said = WRONG[what]
+    with pytest.raises(TypeError, match=said) as caught:
+        call()
+    assert not re.search(r"'_\w+'", str(caught.value))
+
+
+def test_options_by_the_names_of_our_parameters() -> None:
+    """An option that no driver has is told so, also where a parameter of ours has that name."""
+    for option in ("name", "driver"):
+        with pytest.raises(
+            InvalidValueError, match=f"option {option}= of the host driver: its options are devices"
+        ):
+            remap.use("host", **{option: "x"})
+
+
 def test_values_say_what_they_are() -> None:
     """Locations print as what a program writes, and figures with units."""
     assert [repr(one) for one in (remap.device(0).location, remap.Host(), remap.HostNuma(1))] == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 import remap
 from remap import MiB, drivers
+from remap.cli import run
 from remap.drivers.wrappers import Recording
 from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
 from remap.observe.calls import as_value
@@ -153,6 +155,22 @@ def test_all_threads_are_heard() -> None:
         for one in threads:
             one.join()
     assert len(trace.calls) == 4
+
+
+def test_it_says_how_much_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trace says how many calls it has; the figures that are printed of a file add up to what they say."""
+    with remap.trace(tmp_path / "out.json") as trace:
+        assert repr(trace) == f"<remap.Trace of 0 calls so far, for {tmp_path / 'out.json'}>"
+        for _ in range(3):
+            remap.allocate(4 * MiB, resident=0).close()
+    assert repr(trace) == f"<remap.Trace of {len(trace.calls)} calls, for {tmp_path / 'out.json'}>"
+    assert run(["trace", str(tmp_path / "out.json")]) == 0
+    said = capsys.readouterr().out
+    spent = sorted(call.duration / 1000 for call in trace.calls if call.name == "create")
+    found = re.search(r"create: 3 calls, median ([\d.,]+) µs, ([\d.,]+) ms in all", said)
+    assert found
+    assert float(found[1].replace(",", "")) == pytest.approx(spent[1], abs=0.06)
+    assert float(found[2].replace(",", "")) == pytest.approx(sum(spent) / 1000, abs=0.006)
 
 
 def test_a_limit_bounds_what_is_kept(tmp_path: Path) -> None:

@@ -219,6 +219,29 @@ def test_groups_whose_blocks_end_in_another_order(stage: Stage) -> None:
         assert not isinstance(small.owner, remap.Buffer), "mapped memory is for those inside of a group"
 
 
+def test_a_group_is_not_its_block(stage: Stage) -> None:
+    """What begins a block says where the group is, to who takes it for that; a group goes through its buffers."""
+    del stage
+    block = remap.group("of a block")
+    with pytest.raises(
+        AttributeError, match=r"is a block, .* has no 'pause'; .*remap\.groups\(\)\['of a block'\]"
+    ):
+        block.pause()
+    assert not hasattr(block, "buffers")
+    assert "of a block" in repr(block)
+    with block as group, remap.allocate(SIZE) as one, remap.ElasticBuffer(SIZE) as other:
+        assert list(group) == [one, other]
+        assert one in group
+        assert remap.groups()["of a block"] is group
+
+    @remap.group("of a function")
+    def make() -> remap.Buffer:
+        return remap.allocate(SIZE)
+
+    with make() as first, make() as second:
+        assert list(remap.groups()["of a function"]) == [first, second]
+
+
 def test_a_group_has_what_several_threads_make(stage: Stage) -> None:
     """Every buffer that is made inside of a block is in the group, whoever makes others at the same time (13)."""
     del stage

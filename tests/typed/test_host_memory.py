@@ -115,14 +115,14 @@ def test_a_registration_that_fails_is_undone(stage: Stage) -> None:
     """An array that was locked before the refusal is unlocked again, so that it can be registered later (5)."""
     array = np.zeros(1 << 16, "int32")
     stage.faulty.fail("device_pointer")
-    with pytest.raises(remap.DriverError, match="device_pointer"):
+    with pytest.raises(remap.DriverError, match="cuMemHostGetDevicePointer"):
         remap.register(array)
     with remap.register(array) as memory:
         memory.fill(3)
     assert (array == 3).all()
     stage.faulty.fail("device_pointer")
     marked = stage.mark()
-    with pytest.raises(remap.DriverError, match="device_pointer"):
+    with pytest.raises(remap.DriverError, match="cuMemHostGetDevicePointer"):
         remap.pinned(SHAPE)
     assert "free_pinned" in stage.names_since(marked)
 
@@ -134,7 +134,7 @@ def test_an_array_that_cannot_be_unlocked_stays(stage: Stage) -> None:
     address = array.ctypes.data
     memory = remap.register(array)
     stage.faulty.fail("unregister_pinned")
-    with pytest.raises(remap.DriverError, match="unregister_pinned"):
+    with pytest.raises(remap.DriverError, match="cuMemHostUnregister"):
         memory.close()
     del array, memory
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from remap import drivers
 from remap.buffers.base import Buffer
 from remap.buffers.placement import Placement, place
-from remap.dtypes import parse_dtype
+from remap.dtypes import check_order, parse_dtype
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Rollback, drain, queued, undo
@@ -142,7 +143,9 @@ class RingBuffer(Buffer):
         number = parse_size(count, "count")
         if number > self.free:
             raise InvalidValueError(
-                f"{number} bytes produced", rule=f"{self.free} bytes of {self.describe()} were free"
+                f"{number} bytes produced",
+                rule=f"{self.free} bytes of {self.describe()} were free",
+                next_step="Produce no more than that, or read first",
             )
         self.head += number
 
@@ -156,7 +159,9 @@ class RingBuffer(Buffer):
         self._check()
         if count > self.filled:
             raise InvalidValueError(
-                f"{asked} {count} bytes of {self.describe()}", rule=f"{self.filled} bytes wait to be read"
+                f"{asked} {count} bytes of {self.describe()}",
+                rule=f"{self.filled} bytes wait to be read",
+                next_step=f"{asked.capitalize()} no more than that, or write first",
             )
 
     def window(self, position: int, shape: int | Sequence[int], dtype: DTypeLike = "uint8") -> DeviceArray:
@@ -166,19 +171,26 @@ class RingBuffer(Buffer):
         where the next n bytes go, `window(ring.tail, n)` where the oldest n are. Raises `InvalidValueError` for more
         than the size, and `AlignmentError` where elements would be unaligned.
         """
-        import numpy as np
+        from remap.arrays import DeviceArray, check_shape
 
-        from remap.arrays import DeviceArray
-
-        start = operator.index(position)
-        count = int(np.prod(shape, dtype=object))
-        size = count * parse_dtype(dtype).itemsize
+        order = "window(position, shape, dtype)"
+        try:
+            start = operator.index(position)
+        except TypeError:
+            said = f"a position is a number of bytes, not {position!r}"
+            raise TypeError(f"{said}: the order is {order}") from None
+        try:
+            extents = check_shape(shape)
+            size = math.prod(extents) * parse_dtype(dtype).itemsize
+        except TypeError:
+            check_order(order, dtype, shape)
+            raise
         if size > self._size:
             raise InvalidValueError(
                 f"a window of {size} bytes",
                 rule=f"the ring has {format_size(self._size)}, and a longer one would meet itself",
             )
-        return DeviceArray.over(self, dtype, shape, start % self._size if self._size else 0)
+        return DeviceArray.over(self, dtype, extents, start % self._size if self._size else 0)
 
     # -- the two views --
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remap.buffers.base import Buffer, runs
 from remap.chunks.pool import ChunkPool, release_all
-from remap.handles import reserve_range
+from remap.handles import PhysicalAllocation, reserve_range
 from remap.lifetime import Release, Rollback, queued, repeatable, undo
 from remap.locations import in_context
-from remap.spans import Chunk
+from remap.spans import Chunk, Span
 from remap.streams import Queue
 from remap.types import Access, Grants, Location
 from remap.uses import Known
@@ -238,20 +238,24 @@ def _map_back(buffer: GrowingBuffer, chunk: Chunk, handle: int) -> None:
         driver.set_access(chunk.address, chunk.size, read_only(granted))
 
 
-def footprint(buffers: Buffer | Iterable[Buffer]) -> dict[Location, int]:
-    """Return the physical bytes behind a buffer, or several, by location; chunks that they share count once.
+def footprint(memory: Iterable[Span | PhysicalAllocation]) -> dict[Location, int]:
+    """Return the physical bytes behind buffers and other memory by location; what they share counts once.
 
     Paused buffers have nothing behind them.
     """
     total: dict[Location, int] = {}
-    seen: set[Share] = set()
-    for buffer in dict.fromkeys((buffers,) if isinstance(buffers, Buffer) else buffers):
-        buffer._check()
-        shares: Mapping[int, Share] = getattr(buffer, "_shares", {})  # of a room above
-        for chunk in buffer._backing():
-            share = shares.get(chunk.address)
-            if share is None or share not in seen:
-                total[chunk.location] = total.get(chunk.location, 0) + chunk.size
-            if share is not None:
-                seen.add(share)
+    seen: set[Any] = set()
+    for one in dict.fromkeys(memory):
+        one._check()
+        found: list[tuple[Any, Location, int]]
+        if isinstance(one, Buffer):
+            shares: Mapping[int, Share] = getattr(one, "_shares", {})  # of a room above
+            found = [(shares.get(chunk.address), chunk.location, chunk.size) for chunk in one._backing()]
+        else:
+            found = [(held.memory, held.location, held.size) for held in one._facts().held]
+        for shared, place, size in found:
+            if shared is None or shared not in seen:
+                total[place] = total.get(place, 0) + size
+            if shared is not None:
+                seen.add(shared)
     return total

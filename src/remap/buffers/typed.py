@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias
 
 from remap.arrays import DeviceArray, check_shape, check_type
+from remap.dtypes import check_order
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
 from remap.lifetime import end_block, undo
@@ -220,7 +221,11 @@ def extent(shape: Shape, dtype: DTypeLike) -> tuple[tuple[int, ...], Any, int]:
 
     Text that is a size in bytes is as many elements as fill them.
     """
-    kind = check_type(dtype)
+    try:
+        kind = check_type(dtype)
+    except TypeError:
+        check_order("(shape, dtype)", dtype, shape)
+        raise
     if isinstance(shape, str):
         size = parse_size(shape)
         if size % kind.itemsize:
@@ -230,9 +235,8 @@ def extent(shape: Shape, dtype: DTypeLike) -> tuple[tuple[int, ...], Any, int]:
         shape = size // int(kind.itemsize)
     try:
         extents = check_shape(shape)
-    except TypeError:
-        said = f"a shape is a number of elements, or one for each axis, not {shape!r}"
-        raise TypeError(f"{said}. For bytes, pass their number and dtype='uint8'") from None
+    except TypeError as error:
+        raise TypeError(f"{error}. For bytes, pass their number and dtype='uint8'") from None
     return extents, kind, check_extent(extents, kind.itemsize)
 
 

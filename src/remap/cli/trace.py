@@ -28,6 +28,7 @@ def trace(file: str, language: str | None) -> int:
         click.echo(write_program(found, writer(language, about)), nl=False)
         return 0
     from remap.cli.report import Report
+    from remap.sizes import counted
 
     report = Report()
     report.step("trace", f"{len(found.calls):,} calls of {driver}, begun {printable(found.started)}")
@@ -41,7 +42,6 @@ def trace(file: str, language: str | None) -> int:
     for name, spent in sorted(times.items(), key=lambda entry: -sum(entry[1])):
         bad = f", {refused[name]} refused" if refused[name] else ""
         middle = sorted(spent)[len(spent) // 2]
-        report.step(
-            "", f"{printable(name)}: {len(spent):,} × {middle:,.1f} µs = {sum(spent) / 1000:,.2f} ms{bad}"
-        )
+        figures = f"median {middle:,.1f} µs, {sum(spent) / 1000:,.2f} ms in all"
+        report.step("", f"{printable(name)}: {counted(len(spent), 'call')}, {figures}{bad}")
     return 0

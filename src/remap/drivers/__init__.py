@@ -41,7 +41,7 @@ NAMES = ("cuda", "host")
 """The drivers there are, in the order in which they are tried."""
 
 
-def open(name: str | None = None, **options: Any) -> Driver:
+def open(name: str | None = None, /, **options: Any) -> Driver:
     """Open and return a new driver, without making it the current one.
 
     `name` is `"cuda"`, `"host"` or None for the first that opens; `options` go to the driver (the host driver's
@@ -172,7 +172,7 @@ def _asked_for() -> str | None:
     return name
 
 
-def use(driver: str | Driver, **options: Any) -> Driver:
+def use(driver: str | Driver, /, **options: Any) -> Driver:
     """Make `driver` the current one and return it.
 
     `driver` is a name, with options for it (`use("host", devices=4, memory="256MiB")`), or a driver object, such as

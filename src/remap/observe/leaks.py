@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 from remap import lifetime
 from remap.lifetime import Resource
-from remap.observe.snapshot import Item, item_of
+from remap.observe.snapshot import Item, Snapshot, item_of
 from remap.sites import sites
 from remap.sizes import counted, format_size
 from remap.types import Location
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Leaks:
-    """The objects that live, oldest first: true if there are any. Printing it says what each is, and the cure."""
+    """The objects that live, oldest first: true if there are any. Printing it says what each is, and the cure.
+
+    It goes through them as a sequence does: each is an `Item` as snapshots have them.
+    """
 
     items: tuple[Item, ...]
 
@@ -41,6 +45,18 @@ class Leaks:
         """Return how many objects are alive."""
         return len(self.items)
 
+    def __iter__(self) -> Iterator[Item]:
+        """Go through the objects, oldest first."""
+        return iter(self.items)
+
+    def __getitem__(self, index: SupportsIndex) -> Item:
+        """Return one of the objects."""
+        return self.items[index]
+
+    def __repr__(self) -> str:
+        """Return how many there are: what each is, is what `print` says."""
+        return f"<remap.Leaks of {counted(len(self.items), 'object')}>"
+
     def __str__(self) -> str:
         """Return one line for each object, the sum, and the cure."""
         if not self.items:
@@ -58,13 +74,16 @@ class Leaks:
         return "\n".join(lines)
 
 
-def leaks(since: Iterable[int] | Leaks | None = None) -> Leaks:
+def leaks(since: Iterable[int] | Leaks | Snapshot | None = None) -> Leaks:
     """Return what is alive. Runs Python's garbage collector and gives back what was collected unclosed.
 
-    `since` is an earlier result, whose objects are left out.
+    `since` is an earlier result, or a snapshot, whose objects are left out; or their serial numbers.
     """
+    given: Any = since
+    if isinstance(given, str) or not isinstance(given, Iterable | Snapshot | None):
+        raise TypeError(f"since= is what remap.leaks or remap.snapshot returned before, not {since!r}")
     lifetime.collect()
-    known = {item.serial for item in since.items} if isinstance(since, Leaks) else set(since or ())
+    known = {item.serial for item in since.items} if isinstance(since, Leaks | Snapshot) else set(since or ())
     numbers: dict[object, int] = {}
     return Leaks(tuple(item_of(thing, numbers) for thing in lifetime.live() if thing.serial not in known))
 

@@ -21,7 +21,7 @@ from remap.errors import InvalidValueError, RemapError
 from remap.lifetime import Resource, drain, queued
 from remap.locations import Device, devices
 from remap.observe.reading import FileLike, printable
-from remap.sizes import format_size
+from remap.sizes import counted, format_size
 from remap.types import Access, Description, Held, Location, LocationKind
 
 
@@ -114,7 +114,7 @@ class Share:
         return self.mapped - self.aliases + self.unmapped + self.pools + self.graphs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Snapshot:
     """Everything that was alive in one process at one moment."""
 
@@ -210,6 +210,10 @@ class Snapshot:
 
         return page(self)
 
+    def __repr__(self) -> str:
+        """Return how much is in it: all of it is what `str` and `print` draw."""
+        return f"<remap.Snapshot of {counted(len(self.items), 'object')} at {self.taken}>"
+
     def __str__(self) -> str:
         """Return it as a map of text, 100 columns wide and without colour."""
         from remap.observe.render.terminal import as_text
@@ -281,6 +285,11 @@ def snapshot() -> Snapshot:
 
 def compare(earlier: Snapshot, later: Snapshot) -> Difference:
     """Return what differs; raises `InvalidValueError` for snapshots of two processes."""
+    if not isinstance(earlier, Snapshot):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"the difference is that to an earlier snapshot, not to {type(earlier)}. For what lives since then: "
+            "remap.leaks(since=snapshot)"
+        )
     if earlier.process != later.process:
         raise InvalidValueError(
             f"the difference of snapshots of processes {earlier.process} and {later.process}",

@@ -28,6 +28,7 @@ from remap.locations import known_devices
 from remap.observe.calls import CallRecord, taps
 from remap.observe.reading import FileLike
 from remap.observe.snapshot import Item, item_of
+from remap.sizes import counted
 
 Note: TypeAlias = tuple[str, str, int, str, int, int]
 """What was noted of an object: what, its kind, its number, the operation, the time in ns, and the thread."""
@@ -63,6 +64,12 @@ class Trace:
             Call(name, said, named or {}, result, error, start, duration, thread)
             for name, said, named, result, error, start, duration, thread in self._records.copy()
         )
+
+    def __repr__(self) -> str:
+        """Return how much it holds, and where that is written."""
+        state = " so far" if self._running else ""
+        file = "" if self.path is None else f", for {self.path}"
+        return f"<remap.Trace of {counted(len(self._records), 'call')}{state}{file}>"
 
     def __enter__(self) -> Self:
         """Begin to record."""

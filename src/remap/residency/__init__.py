@@ -11,7 +11,7 @@ from remap.residency.migration import migrate
 from remap.residency.pausing import backup, pause
 from remap.residency.results import HostPoolFigures, Moved
 from remap.residency.resuming import resume
-from remap.residency.tags import Group, group, groups
+from remap.residency.tags import Group, footprint, group, groups
 from remap.residency.waking import ChunkEvent, Waking
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Moved",
     "Waking",
     "backup",
+    "footprint",
     "group",
     "groups",
     "host_pool",

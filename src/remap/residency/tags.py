@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+from remap.arrays import DeviceArray
 from remap.buffers.base import Buffer
+from remap.buffers.shares import footprint as footprint_of
 from remap.buffers.sources import mapped_only
 from remap.errors import ForkedError, InvalidValueError
 from remap.forks import in_child
+from remap.handles import PhysicalAllocation
 from remap.lifetime import Resource, on_creation
 from remap.sizes import counted
+from remap.spans import Span
+from remap.types import Location
 
 if TYPE_CHECKING:
     from remap.locations import LocationLike
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
 
 class Group:
     """The live buffers that were made inside of `remap.group(tag)`, and their forks. It keeps none of them alive.
+
+    Iterating over it yields them.
 
     Only what stands on mapped memory is in it; other memory can neither sleep nor move.
     """
@@ -43,6 +51,14 @@ class Group:
     def size(self) -> int:
         """The bytes of its buffers, asleep or not."""
         return sum(buffer.size for buffer in self.buffers)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Go through its open buffers, oldest first."""
+        return iter(self.buffers)
+
+    def footprint(self) -> dict[Location, int]:
+        """Return the physical bytes behind its buffers by location: `remap.footprint`."""
+        return footprint_of(self.buffers)
 
     def pause(self, keep: Keep = "host", **options: Any) -> Moved:
         """Pause its buffers: `remap.pause`."""
@@ -76,22 +92,83 @@ class Group:
         return f"<remap.Group {self.tag!r} of {counted(len(self.buffers), 'buffer')}>"
 
 
+Memory: TypeAlias = Span | PhysicalAllocation | DeviceArray | Group | str
+"""What has a footprint: memory of remap, typed or not, and a group or its tag."""
+
 _groups: dict[str, Group] = {}  # of this process, by tag; a forked child begins with none
 _inherited: set[str] = set()
 
 
-@contextmanager
-def group(tag: str) -> Generator[Group]:
-    """Gather every buffer that is made inside the block, by this thread or task, under a tag.
+class GroupBlock(ContextDecorator, AbstractContextManager[Group]):
+    """A block that gathers buffers under a tag: not the group, which has no right to be looked at before that."""
 
-    The same tag again adds to the same group. Groups may be nested; a buffer is then in each of them. Typed buffers
-    take mapped memory there, however small, so that they can sleep and move.
-    """
-    if not isinstance(tag, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"the tag of a group is text, not {type(tag)}")
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self._gathering = _gather(tag)
+
+    def _recreate_cm(self) -> GroupBlock:  # as a decorator: for each call one of its own
+        return GroupBlock(self._tag)
+
+    def __enter__(self) -> Group:
+        return self._gathering.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._gathering.__exit__(kind, error, trace)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what it is, to who takes it for the group."""
+        named = f"remap.group({self.__dict__.get('_tag')!r})"
+        raise AttributeError(
+            f"{named} is a block, `with {named} as group:`, and has no {name!r}; the group of that tag is "
+            f"remap.groups()[{self.__dict__.get('_tag')!r}], and remap.pause and others take the tag"
+        )
+
+    def __repr__(self) -> str:
+        return f"<the block remap.group({self._tag!r})>"
+
+
+@contextmanager
+def _gather(tag: str) -> Generator[Group]:
     found = _groups.setdefault(tag, Group(tag))
     with on_creation(found._add), mapped_only():
         yield found
+
+
+def group(tag: str) -> GroupBlock:
+    """Gather every buffer that is made inside a block, `with remap.group(tag) as group:`, by this thread or task.
+
+    The same tag again adds to the same group. Groups may be nested; a buffer is then in each of them. Typed buffers
+    take mapped memory there, however small, so that they can sleep and move. Outside of the block the group is
+    `remap.groups()[tag]`, and what takes groups takes tags.
+    """
+    if not isinstance(tag, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"the tag of a group is text, not {type(tag)}")
+    return GroupBlock(tag)
+
+
+def footprint(memory: Memory | Iterable[Memory]) -> dict[Location, int]:
+    """Return the physical bytes behind memory by location; what several of them share counts once.
+
+    `memory` is a buffer, or other memory of remap, typed or not, a group or its tag, or several of these. Paused
+    buffers have nothing behind them.
+    """
+    alone = isinstance(memory, str | DeviceArray | Resource) or not isinstance(memory, Iterable)
+    each: Any = (memory,) if alone else memory
+    return footprint_of(one for what in each for one in _memory_of(what))
+
+
+def _memory_of(what: Any) -> Iterable[Span | PhysicalAllocation]:
+    found = known(what) if isinstance(what, str) else what.owner if isinstance(what, DeviceArray) else what
+    if isinstance(found, Group):
+        return found.buffers
+    if isinstance(found, Span | PhysicalAllocation):
+        return (found,)
+    raise TypeError(f"buffers and other memory, groups and tags have a footprint, not {type(what)}")
 
 
 def groups() -> dict[str, Group]:

@@ -47,6 +47,10 @@ def export(
     `InUseError` while contents arrive and where forks share a part of it (`make_private` first). A failure changes
     nothing. Source: cuMemRetainAllocationHandle, cuMemExportToShareableHandle.
     """
+    if not isinstance(memory, Span | DeviceArray):  # pyright: ignore[reportUnnecessaryIsInstance]
+        said = f"remap.export takes a buffer, a mapping or an array on one, not {type(memory)}"
+        torch = type(memory).__module__.partition(".")[0] == "torch"
+        raise TypeError(said + ". Tensors of a pool: remap.torch.export" * torch)
     if isinstance(memory, DeviceArray):
         whole = memory.size * memory.dtype.itemsize
         part = whole - offset if size is None else size
