@@ -250,8 +250,8 @@ def _breaks(nodes: list[ast.stmt]) -> bool:
 
 def type_kernel(
     source: Source, parameters: dict[str, Type], fma: bool
-) -> tuple[ir.Kernel, dict[Reference, Any]]:
-    """Return the typed kernel for these types of parameters, and what from outside was compiled into it.
+) -> tuple[ir.Kernel, dict[Reference, Any], list[Source]]:
+    """Return the typed kernel for these types of parameters, what from outside was compiled in, and those functions.
 
     Raises `CompileError`, naming file and line, for what a kernel cannot have.
     """
@@ -275,4 +275,4 @@ def type_kernel(
         dynamic_least=shared.dynamic_least,
         fma=fma,
     )
-    return kernel, shared.resolved
+    return kernel, shared.resolved, list(shared.sources.values())
