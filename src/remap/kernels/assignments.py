@@ -76,8 +76,10 @@ class Assignments(Bindings):
             return
         if isinstance(found, ElementOf):
             raise self.error(node, ast.unparse(node), "an element cannot be stored")
-        if isinstance(target, ast.Name) and self.stores[target.id] == 1 and isinstance(found, ir.Const):
-            self.constants[target.id] = found.value
+        if isinstance(target, ast.Name) and isinstance(found, ir.Const):
+            # All that the name ever is: no parameter has a value already.
+            if self.stores[target.id] == 1 and target.id not in self.parameters:
+                self.constants[target.id] = found.value
         self.put(node, target, found)
 
     def alias(self, node: ast.AST, name: str, found: Any) -> None:

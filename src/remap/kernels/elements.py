@@ -108,6 +108,7 @@ class Elements(Expressions):
                     raise self.error(node, f"{what}: {ast.unparse(node)}", "a shift is by 0 to 63 bits")
                 return _CONSTANT[type(op)](a, b)
             case ast.Name(id=name) if name in self.constants:
+                self.local(node)  # which raises where it may not have been assigned yet
                 return self.constants[name]
             case ast.Name() | ast.Attribute():
                 path = ast.unparse(node)
