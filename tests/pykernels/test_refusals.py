@@ -156,7 +156,7 @@ def extent_of_a_branch(out: remap.DisjointSlice, n: int) -> None:
     """Take for an extent what one branch alone assigns."""
     if n > 10:
         m = 8
-    s = remap.shared_array(m, np.int32)
+    s = remap.shared_array(m, np.int32)  # pyright: ignore[reportPossiblyUnboundVariable]
     out[remap.index_1d()] = len(s)
 
 

@@ -76,10 +76,14 @@ class Assignments(Bindings):
             return
         if isinstance(found, ElementOf):
             raise self.error(node, ast.unparse(node), "an element cannot be stored")
-        if isinstance(target, ast.Name) and isinstance(found, ir.Const):
-            # All that the name ever is: no parameter has a value already.
-            if self.stores[target.id] == 1 and target.id not in self.parameters:
-                self.constants[target.id] = found.value
+        # A constant is all that a name ever stands for; a parameter has stood for something before.
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(found, ir.Const)
+            and self.stores[target.id] == 1
+            and target.id not in self.parameters
+        ):
+            self.constants[target.id] = found.value
         self.put(node, target, found)
 
     def alias(self, node: ast.AST, name: str, found: Any) -> None:

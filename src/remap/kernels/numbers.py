@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 
 
+def truth(value: Any) -> Any:
+    """Return booleans that were read: memory may have been written as another type, and any byte but 0 is True."""
+    return value.view(np.uint8) != 0
+
+
 def smaller(a: Any, b: Any) -> Any:
     """Return `b` where it is smaller than `a`, else `a`: Python's `min`, also for NaN and signed zeros."""
     return np.where(b < a, b, a)
