@@ -163,7 +163,11 @@ def from_list(values: Any, dtype: DTypeLike | None = None) -> Any:
 
 
 class OwnedMemory(TypedMemory):
-    """Typed memory that gives back what it stands on when it is closed."""
+    """Typed memory that gives back what it stands on when it is closed.
+
+    Arrays that other libraries have made of it by DLPack, and of parts of it, keep it from closing. One that was made
+    of it by `__cuda_array_interface__` does not, since nobody is told when that goes: let it go first.
+    """
 
     __slots__ = ("_owned",)
 
@@ -200,6 +204,20 @@ class OwnedMemory(TypedMemory):
         """Give the memory back, as its owner's `close` does; memory that was handed in stays. Again does nothing."""
         if self._owned:
             self.owner.close(after=after)
+
+    def _hand_out(self, asked: str) -> None:
+        """Let the address escape. An export that lives as long as this object would never let it be closed.
+
+        So closing waits for the devices, and does not know whether another library still has the memory.
+        """
+        if not self._owned:
+            super()._hand_out(asked)
+            return
+        owner = self.owner
+        with owner._driver.lock:
+            owner._check_there(asked)
+            owner._check_part(asked, self.offset, self.nbytes, Access.READ)
+            owner._uses.escaped = True
 
     def __enter__(self) -> Self:
         """Return itself."""
