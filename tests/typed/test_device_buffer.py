@@ -127,6 +127,29 @@ def test_fill(stage: Stage, value: float) -> None:
         assert buffer.to_host().tolist() == [[0] * 1000, [value] * 1000, [0] * 1000]
 
 
+@pytest.mark.parametrize("values", [[1, 2], [], [7], (1, 2), np.zeros(3), [[1], [2]]])
+def test_fill_takes_one_value(stage: Stage, values: Any) -> None:
+    """Several values are refused, and nothing is written, whatever the size of an element and wherever they begin."""
+    for dtype in ("uint8", "float64"):
+        with remap.DeviceBuffer.zeroed(5, dtype) as buffer:
+            for part in (buffer, buffer[1:2], buffer[:0]):
+                with pytest.raises(InvalidValueError, match="one and the same value"):
+                    part.fill(values)
+            assert not buffer.to_host().any()
+
+
+def test_fill_with_a_structure(stage: Stage) -> None:
+    """A value of a structured type is a tuple, or a scalar of that type."""
+    kind = np.dtype([("a", "i4"), ("b", "f4")])
+    with remap.DeviceBuffer.zeroed(3, kind) as buffer:
+        buffer.fill((1, 2.5))
+        assert buffer.to_host().tolist() == [(1, 2.5)] * 3
+        buffer[1:].fill(np.array((7, 0.5), kind)[()])
+        assert buffer.to_host().tolist() == [(1, 2.5), (7, 0.5), (7, 0.5)]
+        buffer.fill((0, 0))
+        assert buffer.to_host().tolist() == [(0, 0)] * 3
+
+
 def test_the_array_may_change_at_once(stage: Stage) -> None:
     """Without a stream, from_host and copy_from_host have copied when they return."""
     array = np.arange(1 << 16)

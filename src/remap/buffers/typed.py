@@ -118,15 +118,25 @@ class TypedMemory(DeviceArray):
             self.owner.copy_from_host(host, offset=self.offset, stream=stream)
 
     def fill(self, value: Any, *, stream: StreamLike | None = None) -> None:
-        """Set every element to `value`, converted to the type. Waits, unless `stream` is given."""
+        """Set every element to `value`, converted to the type. Waits, unless `stream` is given.
+
+        Raises `InvalidValueError` for several values.
+        """
         import numpy as np
 
-        pattern = np.asarray(value, self.dtype).tobytes()
+        one = np.asarray(value, self.dtype)
+        if one.ndim:
+            raise InvalidValueError(
+                f"fill with {value!r}",
+                rule="every element is set to one and the same value",
+                next_step="Copy several of them: copy_from_host(values)",
+            )
+        pattern = one.tobytes()
         if not self.nbytes:
             return
         width = next((one for one in (1, 2, 4) if pattern == pattern[:one] * (len(pattern) // one)), 0)
         if not width:  # the driver fills with 1, 2 or 4 bytes
-            self.copy_from_host(np.full(self.shape, value, self.dtype), stream=stream)
+            self.copy_from_host(np.full(self.shape, one, self.dtype), stream=stream)
             return
         self._order("fill", Access.READ_WRITE, stream)
         owner, part = self.owner, (self.offset, self.nbytes)
