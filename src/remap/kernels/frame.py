@@ -43,6 +43,8 @@ class Frame:
     def has(self, memory: Memory, own: Own) -> Any:
         """Tell which lanes have an element of their own."""
         number = own.number
+        if isinstance(number, Run) and own.owns is None and 0 <= number.start <= memory.count - number.count:
+            return np.True_  # one for all, as in every block but the last
         found = (number >= np.int64(0)) & (number < np.int64(memory.count))
         return found if own.owns is None else found & own.owns
 
@@ -152,7 +154,7 @@ class Frame:
             stop = max(min(number.start + number.count, memory.count), number.start)
             target[number.start : stop] = value if value.ndim == 0 else value[: stop - number.start]
             return
-        chosen = np.flatnonzero(self.has(memory, own))
+        chosen = np.flatnonzero(np.broadcast_to(self.has(memory, own), size(selection, self.count)))
         if len(chosen) == 0:
             return
         at = np.asarray(number)[chosen]
