@@ -287,6 +287,41 @@ def test_an_array_of_another_width_is_refused(place: Any, name: str) -> None:
 
 
 @remap.kernel
+def read_fixed(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    i = remap.index_2d(stride=5)
+    out[i] = x[i]
+
+
+@remap.kernel
+def read_shaped(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    i = remap.index_2d(out.shape[1])
+    out[i] = x.get(i, 7)
+
+
+@remap.kernel
+def read_alone(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    same = x
+    i = remap.index_2d(remap.block_size.x)
+    k = remap.index_2d(stride=5)
+    out[k] = same[i]
+
+
+@pytest.mark.parametrize("kernel", [read_fixed, read_shaped, read_alone], ids=lambda one: one.name)
+def test_an_array_of_another_width_is_not_read(place: Any, kernel: Any) -> None:
+    """Row and column of an index are those of the array that it reads, too; a flat array has no rows (D5)."""
+    values = np.arange(24, dtype=np.int32)
+    out = place((4, 5), "int32")
+    with pytest.raises(
+        LaunchError, match=r"'x' of shape \(4, 6\): it is read with index_2d.*5 wide.* rows of 6"
+    ):
+        place.launch(kernel, place(values.reshape(4, 6)), out, grid=1, block=(5, 4))
+    assert not out.to_host().any()
+    for x in (place(values[:20].reshape(4, 5)), place(values)):
+        place.launch(kernel, x, out, grid=1, block=(5, 4))
+        assert out.to_host().ravel().tolist() == values[:20].tolist()
+
+
+@remap.kernel
 def add_one(out: remap.DisjointSlice, width: int) -> None:
     i = remap.index_2d(width)
     out[i] += 1.0

@@ -49,19 +49,22 @@ def key_of(value: Any) -> object:
 _type: Any = type
 
 
-def check_width(asked: str, name: str, space: str, width: int, shape: tuple[int, ...]) -> None:
-    """Raise `LaunchError` where an array cannot be written with a two-dimensional index of that width."""
+def check_width(what: str, verb: str, width: int, shape: tuple[int, ...]) -> None:
+    """Raise `LaunchError` where a two-dimensional index of that width does not fit an array."""
     if width > WIDEST:
         raise LaunchError(
-            f"{asked}, argument {name!r}",
-            rule=f"it is written with {space}, which is {width} wide, and an index is at most 2**36 wide",
+            what,
+            rule=f"it is {verb}, which is {width} wide, and an index is at most 2**36 wide",
             next_step="Pass the number of columns: several threads would get one element otherwise",
         )
     if len(shape) == 2 and shape[1] != width:
+        step = "Make the two equal: an element would not belong to one thread otherwise"
+        if verb.startswith("read"):
+            step = "Make the two equal, or read by row and column: x.get(i.row, i.col)"
         raise LaunchError(
-            f"{asked}, argument {name!r} of shape {shape}",
-            rule=f"it is written with {space}, which is {width} wide, and the array has rows of {shape[1]}",
-            next_step="Make the two equal: an element would not belong to one thread otherwise",
+            f"{what} of shape {shape}",
+            rule=f"it is {verb}, which is {width} wide, and the array has rows of {shape[1]}",
+            next_step=step,
         )
 
 

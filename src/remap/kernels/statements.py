@@ -267,6 +267,7 @@ def type_kernel(
         body=body,
         functions=list(shared.functions.values()),
         spaces=shared.spaces,
+        read_by=list(shared.read_by),
         index_kinds=frozenset(shared.kinds),
         unchecked=frozenset(shared.unchecked),
         has_barrier=shared.has_barrier,

@@ -140,10 +140,10 @@ class Variant:
                     owner._check_part(self.asked, view.address - owner._address, _size(view), needed)
         if self._meets and len(views) > 0 and not allow_overlap:
             check_disjoint(self.asked, self.places(views))
-        for index, wanted in self._widths:
-            name = self.kernel.parameters[index][0]
-            space = str(self.kernel.spaces[name])
-            check_width(self.asked, name[2:], space, wanted(arguments, views, config), views[index].shape)
+        for index, space, written, width in self._widths:
+            what = f"{self.asked}, argument {self.kernel.parameters[index][0][2:]!r}"
+            verb = f"{'written' if written else 'read'} with {space}"
+            check_width(what, verb, width(arguments, views, config), views[index].shape)
 
     def places(self, views: dict[int, View]) -> list[Place]:
         """Return where the arrays lie."""
@@ -186,7 +186,7 @@ class Variant:
         """
         if not all(isinstance(kind, Scalar) for _, _, kind in self.kernel.captured):
             return None
-        if any(is_argument(wanted) for _, wanted in self._widths):
+        if any(is_argument(one.width) for one in self._widths):
             return None
         found: list[Packed] = []
         places = [index for index, _, _, _ in self._arrays]

@@ -1,11 +1,11 @@
-"""How wide `index_2d(width)` is at a launch: read again each time, for the arrays that are written with it."""
+"""How wide `index_2d(width)` is at a launch: read again each time, for the arrays that it writes and reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,15 +18,28 @@ Width: TypeAlias = Callable[[tuple[Any, ...], dict[int, View], LaunchConfig], in
 """What a width is, from the arguments of a launch, the arrays among them, and the configuration."""
 
 
-def widths_of(kernel: ir.Kernel, source: Source) -> list[tuple[int, partial[int]]]:
-    """Return, for each array that is written with a two-dimensional index, what its width has to be."""
-    found: list[tuple[int, partial[int]]] = []
+class Wanted(NamedTuple):
+    """The width that an array has to have: that of the space by whose index it is `written`, or read."""
+
+    place: int
+    space: ir.Space
+    written: bool
+    width: partial[int]
+
+
+def widths_of(kernel: ir.Kernel, source: Source) -> list[Wanted]:
+    """Return what is wanted of the arrays that a two-dimensional index writes, or reads by row and column."""
+    found: list[Wanted] = []
     names = [name for name, _ in kernel.parameters]
-    for name, space in kernel.spaces.items():
+    written = [(name, space, True) for name, space in kernel.spaces.items()]
+    for name, space, is_written in [*written, *((*one, False) for one in kernel.read_by)]:
         if space.kind == "2d":
-            found.append((names.index(name), partial(_constant, space.stride)))
+            width = partial(_constant, space.stride)
         elif space.kind == "width":
-            found.append((names.index(name), _width(space.width, names, kernel, source)))
+            width = _width(space.width, names, kernel, source)
+        else:
+            continue
+        found.append(Wanted(names.index(name), space, is_written, width))
     return found
 
 
