@@ -104,9 +104,15 @@ def bare_axes(out: remap.DisjointSlice) -> None:
     out[remap.index_1d()] = remap.thread
 
 
+def aligned_at_another_offset(_: remap.DisjointSlice) -> None:
+    """Ask for an alignment that the offset does not have."""
+    s = remap.dynamic_shared(np.float32, offset=4, align=128)  # noqa: F841
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        (aligned_at_another_offset, "offset=4 is no multiple of align=128"),
         (length_of_nothing, r"len\(\): len takes one array"),
         (divided, "shape: 4 // 0: nothing can be divided by 0"),
         (shifted_back, "shape: 1 << -1: a shift is by 0 to 63 bits"),

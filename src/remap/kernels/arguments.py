@@ -13,7 +13,7 @@ from remap.foreign import as_array
 from remap.kernels.index import DisjointSlice, Slice, _Annotated
 from remap.kernels.ir import WIDEST, Array, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.reading import Source, scalar_of, type_of_value
-from remap.kernels.structures import check_layout, structure_of
+from remap.kernels.structures import alignment, check_layout, structure_of
 from remap.sizes import counted
 from remap.spans import Span
 from remap.streams import StreamLike
@@ -104,6 +104,14 @@ def view_of(value: Any, asked: str, name: str, stream: StreamLike | None) -> Vie
             f"{asked}, argument {name!r} with strides {found.strides}",
             rule="a kernel takes an array as address and length, so its elements must lie one after the other",
             next_step="Make a contiguous copy first",
+        )
+    unit = alignment(np.dtype(found.dtype))
+    unit = unit & -unit or 1  # other sizes are those of types that no kernel has
+    if found.address % unit and found.size:
+        raise LaunchError(
+            f"{asked}, argument {name!r} at {found.address:#x}",
+            rule=f"a device reads an element of {found.dtype} whole, at a multiple of {counted(unit, 'byte')}",
+            next_step="Make a copy first",
         )
     host = None if found.location.is_device else found.numpy()
     return View(None, found.address, np.dtype(found.dtype), found.shape, value, host, not found.read_only)

@@ -312,6 +312,12 @@ class Assignments(Bindings):
                 raise self.error(
                     node, what, f"an offset is a multiple of {dtype.itemsize} bytes, the size of an element"
                 )
+            if align and offset % align:
+                raise self.error(
+                    node,
+                    what,
+                    f"offset={offset} is no multiple of align={align}, so that nothing is aligned so",
+                )
             if length is not None and (not _is_whole(length) or length <= 0):
                 raise self.error(node, what, "a length is a whole number above 0")
             align = max(align, 16)
