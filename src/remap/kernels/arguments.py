@@ -203,4 +203,24 @@ def _value(what: str, value: Any, annotation: Any) -> Type:
         layout = structure_of(annotation)
         if not isinstance(kind, Record) or kind.dtype != layout:
             raise LaunchError(f"{what}: {value!r}", rule=f"the parameter is a {annotation.__name__}")
+    elif not _meant(annotation, value):
+        raise LaunchError(
+            f"{what}: {value!r}",
+            rule=f"the parameter is annotated with {_name(annotation)}, which this is not",
+            next_step="Annotate it with int, float, bool, a type of NumPy that kernels have, or a dataclass",
+        )
     return kind
+
+
+def _name(annotation: Any) -> str:
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _meant(annotation: Any, value: Any) -> bool:
+    """Tell whether a value is one of what a parameter is annotated with, as far as that is a type."""
+    if is_numpy(annotation, np.dtype):
+        return bool(getattr(value, "dtype", None) == annotation)
+    try:
+        return not isinstance(annotation, type) or isinstance(value, annotation)
+    except TypeError:  # a protocol, which no value can be asked for
+        return True

@@ -295,5 +295,8 @@ def scalar_of(what: Any) -> Scalar | None:
 
 
 def _stored(what: Any) -> Scalar | None:
-    dtype: np.dtype[Any] = np.dtype(what)
+    try:
+        dtype: np.dtype[Any] = np.dtype(what)
+    except TypeError:  # one of several, such as numpy.floating
+        return None
     return Scalar(dtype) if storable(dtype) else None
