@@ -379,6 +379,8 @@ class Writer:
                 return f"{_INTEGER[name]}<{result}>({texts[0]}, {texts[1]})"
             case "abs":
                 return f"absolute<{result}>({texts[0]})"
+            case "advance":
+                return f"advance({texts[0]}, {texts[1]})"
             case "isnan":
                 return f"is_nan({texts[0]})"
             case _:

@@ -39,6 +39,7 @@ _FUNCTIONS = {
     "min": "numbers.smaller",
     "max": "numbers.larger",
     "fma": "numbers.fma",
+    "advance": "numbers.advance",
 }
 
 
