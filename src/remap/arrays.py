@@ -223,7 +223,8 @@ class DeviceArray:
         """The CUDA array interface, version 3; missing (`AttributeError`) where no device may touch the memory.
 
         `stream` names one stream in which all pending work has been joined, None if there is none. The memory counts
-        as handed out for as long as this object lives; libraries hold it together with what they make of it.
+        as handed out for as long as this object lives; libraries hold it together with what they make of it. Of memory
+        that closes by itself (`DeviceBuffer`, `DeviceBox`) only the address escapes.
         """
         owner = self.owner
         owner._check()
@@ -236,8 +237,7 @@ class DeviceArray:
                 f"__cuda_array_interface__ has no {self.dtype}: take it by DLPack, or view its bits"
             )
         writable = self._writable([one.location for one in users])
-        if self._handed_out is None:
-            self._handed_out = self._export("CUDA array interface")
+        self._hand_out("CUDA array interface")
         described = {"descr": self.dtype.descr} if self.dtype.fields else {}
         return {
             **described,
@@ -248,6 +248,11 @@ class DeviceArray:
             "strides": None,
             "stream": self._join_pending(users),
         }
+
+    def _hand_out(self, asked: str) -> None:
+        """Count as an export for as long as this object lives: nothing else of the interface is there to go."""
+        if self._handed_out is None:
+            self._handed_out = self._export(asked)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's kind and index of the device; raises `ExportError` where there is none to name."""

@@ -16,6 +16,7 @@ import remap
 from remap.kernels import PythonKernel, nvrtc
 from remap.kernels.built import image_for
 from remap.kernels.cpp import captured_layout
+from remap.kernels.spelling import entry_name
 
 _COMPILED: set[str] = set()
 
@@ -128,7 +129,7 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for y in range(high):
             for x in range(wide):
                 loaded.be_thread(x, y, wide, high)
-                getattr(loaded, f"remap_{kernel.name}")(*arguments)
+                getattr(loaded, entry_name(kernel.name))(*arguments)
 
     return run
 
@@ -151,8 +152,11 @@ def on_both(place: Place, request: pytest.FixtureRequest) -> Any:
         in_cpp(kernel, *copies, threads=threads)
         arrays = [one for one in copies if isinstance(one, np.ndarray)]
         for one, other in zip(found, arrays, strict=True):
-            same = one.view(f"u{one.itemsize}") == other.view(f"u{other.itemsize}")
-            assert (same | (np.isnan(one) & np.isnan(other))).all(), f"{one} on the driver, {other} in C++"
+            same = np.array(one.tobytes() == other.tobytes())
+            if one.dtype.kind == "f":  # NaNs are equal as NaNs
+                same = one.view(f"u{one.itemsize}") == other.view(f"u{other.itemsize}")
+                same |= np.isnan(one) & np.isnan(other)
+            assert same.all(), f"{one} on the driver, {other} in C++"
         return found
 
     return run

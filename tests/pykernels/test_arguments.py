@@ -288,6 +288,36 @@ def test_arrays_of_the_host(place: Any) -> None:
     assert np.array_equal(out.to_host(), values)
 
 
+class Theirs:
+    """An array of another library."""
+
+    def __init__(self, address: int, dtype: Any, count: int = 2) -> None:
+        kind = np.dtype(dtype)
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": kind.str,
+            "descr": kind.descr,
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offset", "unit"),
+    [("float32", 1, 4), ("int16", 3, 2), ("float64", 4, 8), ([("n", "i4"), ("x", "i4"), ("y", "f8")], 4, 8)],
+)
+def test_arrays_that_are_not_aligned_are_refused(place: Any, dtype: Any, offset: int, unit: int) -> None:
+    """A device that reads an element whole at another address than a multiple of its size loses the context."""
+    out = place(2, dtype)
+    memory = place(64, "uint8")
+    with pytest.raises(LaunchError, match=rf"argument 'x' at 0x\w+: .* at a multiple of {unit} bytes"):
+        place.launch(copy, Theirs(memory.address + offset, dtype), out, grid=1, block=2)
+    with pytest.raises(LaunchError, match="argument 'out' at"):
+        place.launch(copy, out, Theirs(memory.address + offset, dtype), grid=1, block=2)
+    place.launch(copy, Theirs(memory.address + 2 * unit, dtype), out, grid=1, block=2)
+    place.launch(copy, Theirs(memory.address + offset, dtype, 0), out, grid=1, block=2)  # nothing lies there
+
+
 def test_read_only_memory_is_not_written() -> None:
     """A DisjointSlice over memory that the device may only read is refused before the launch (D10)."""
     at = remap.device()

@@ -98,6 +98,69 @@ def test_a_range_looks_at_its_arguments_once(place: Any) -> None:
     assert out.to_host().tolist() == [605, 606, 606, 607]
 
 
+TOP = 2**63 - 1
+
+
+@remap.kernel
+def to_the_top(out: remap.DisjointSlice, start: int, stop: int, step: int) -> None:
+    i = remap.index_1d()
+    rounds, above = 0, 0
+    for k in range(start, stop, step):
+        above += k > 0
+        rounds += 1
+        if rounds > 9:  # else a test that fails would not end
+            break
+    for _ in range(start, stop, 3458764513820540928):
+        rounds += 100
+        if rounds > 999:
+            break
+    for _ in range(0, 9223372036854775807, 4611686018427387904):
+        rounds += 10000
+        if rounds > 99999:
+            break
+    out[i] = rounds + 1000000 * above
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "step"),
+    [
+        (0, TOP, 2**62),
+        (TOP - 7, TOP, 5),
+        (-TOP - 1, TOP, TOP),
+        (TOP, -TOP - 1, -(2**62)),
+        (5, -TOP, -TOP - 1),
+        (0, 9, 4),
+    ],
+)
+def test_a_range_up_to_the_largest_number_ends(on_both: Any, start: int, stop: int, step: int) -> None:
+    """A number that no int is would be the next one: the range has ended, as in Python."""
+    (out,) = on_both(to_the_top, np.zeros(4, np.int64), start, stop, step, threads=4)
+    numbers = range(start, stop, step)
+    rounds = len(numbers) + 100 * len(range(start, stop, 3 << 60)) + 20000
+    assert out.tolist() == [rounds + 1000000 * sum(k > 0 for k in numbers)] * 4
+
+
+def test_steps_of_each_thread(on_both: Any) -> None:
+    """Start, stop and step may be other ones for each thread, also where some of them end at the largest number."""
+
+    @remap.kernel
+    def kernel(x: remap.Slice, y: remap.Slice, z: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        count = 0
+        for k in range(x[i], y[i], z[i]):
+            count += 1 + (k & 1) * 100
+            if count > 5000:
+                break
+        out[i] = count
+
+    x = np.array([0, TOP - 3, -TOP - 1, TOP, 7, 0])
+    y = np.array([9, TOP, TOP, -TOP - 1, 7, -9])
+    z = np.array([2, 2, 2**62 + 1, -(2**62), 3, -4])
+    _, _, _, out = on_both(kernel, x, y, z, np.zeros(6, np.int64), threads=6)
+    each = zip(x.tolist(), y.tolist(), z.tolist(), strict=True)
+    assert out.tolist() == [sum(1 + (k & 1) * 100 for k in range(*one)) for one in each]
+
+
 @remap.kernel
 def no_step(x: remap.Slice, out: remap.DisjointSlice) -> None:
     for k in range(0, 4, 0):

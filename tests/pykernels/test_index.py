@@ -99,6 +99,88 @@ def test_zero_where_the_index_has_no_element(place: Any) -> None:
     assert late.to_host().tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
+def taken(x: Any, k: int) -> Any:
+    """Return an element of an array."""
+    return x[k]
+
+
+PAIR = np.dtype([("n", np.int32), ("by", np.int32)])
+
+
+def test_a_thread_without_an_element_works_nothing_out(on_both: Any) -> None:
+    """What would be wrong for the threads beyond the end alone is wrong for nobody, however it is written."""
+
+    @remap.kernel
+    def kernel(
+        x: remap.Slice,
+        plain: remap.DisjointSlice,
+        chosen: remap.DisjointSlice,
+        called: remap.DisjointSlice,
+        added: remap.DisjointSlice,
+        pairs: remap.DisjointSlice,
+        last: remap.DisjointSlice,
+    ) -> None:
+        i = remap.index_1d()
+        k = int(i)
+        plain[i] = x[k]
+        chosen[i] = x[k] if k % 2 and x[k] > 1 else x[k] * 10
+        called[i] = taken(x, k) * 2
+        added[i] += x[k] and x[k] + 1
+        added[i] -= taken(x, k)
+        pairs[i].n = x[k] * 3
+        element, _ = last.get_mut_indexed()
+        element.value = x[k]
+        element.value += taken(x, k)
+
+    x = np.arange(5, dtype=np.int32)
+    arrays = [np.zeros(5, np.int32) for _ in range(4)] + [np.zeros(5, PAIR), np.zeros(5, np.int32)]
+    _, plain, chosen, called, added, pairs, last = on_both(kernel, x, *arrays, threads=8)
+    assert plain.tolist() == x.tolist()
+    assert chosen.tolist() == [0, 10, 20, 3, 40]
+    assert called.tolist() == (x * 2).tolist()
+    assert added.tolist() == [0, 1, 1, 1, 1]
+    assert pairs["n"].tolist() == (x * 3).tolist()
+    assert last.tolist() == (x * 2).tolist()
+
+
+def test_what_changes_memory_elsewhere_is_done_by_all(on_both: Any) -> None:
+    """An atomic operation counts for every thread, and so does a function that changes an array."""
+
+    @remap.kernel
+    def kernel(out: remap.DisjointSlice, count: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        s = remap.shared_array(8, np.int32)
+        s[remap.thread.x] = 0
+        out[i] = remap.atomic_add(count, 0, 1) * 0 + raised(s, remap.thread.x)
+        remap.atomic_add(count, 1, s[remap.thread.x])
+
+    out, count = on_both(kernel, np.zeros(5, np.int32), np.zeros(2, np.int32), threads=8)
+    assert out.tolist() == [1] * 5
+    assert count.tolist() == [8, 8]
+
+
+def raised(s: Any, k: int) -> Any:
+    """Add one to an element, and return it."""
+    s[k] = s[k] + 1
+    return s[k]
+
+
+def test_a_number_that_is_read_first_has_to_lie_inside(place: Any) -> None:
+    """A name is worked out by every thread, also by those beyond the end."""
+    if remap.driver().name != "host":
+        pytest.skip("on CUDA the kernel traps, and the context is lost")
+
+    @remap.kernel
+    def early(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        v = x[int(i)]
+        out[i] = v
+
+    place.launch(early, place(5, "int32"), place(5, "int32"), grid=1, block=8)
+    with pytest.raises(KernelError, match=r"thread 5: x\[5\]: the array has 5 elements"):
+        remap.device().synchronize()
+
+
 def test_get_with_a_number_gives_the_default_outside(place: Any) -> None:
     """Get takes any number, also a negative one, and gives the default outside of the array."""
 
@@ -202,6 +284,41 @@ def test_an_array_of_another_width_is_refused(place: Any, name: str) -> None:
     kernel, arguments = (fixed, (x, out)) if name == "fixed" else (wide, (x, out, COLS))
     with pytest.raises(LaunchError, match=r"37 wide, and the array has rows of 36"):
         place.launch(kernel, *arguments, **TWO)
+
+
+@remap.kernel
+def read_fixed(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    i = remap.index_2d(stride=5)
+    out[i] = x[i]
+
+
+@remap.kernel
+def read_shaped(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    i = remap.index_2d(out.shape[1])
+    out[i] = x.get(i, 7)
+
+
+@remap.kernel
+def read_alone(x: remap.Slice, out: remap.DisjointSlice) -> None:
+    same = x
+    i = remap.index_2d(remap.block_size.x)
+    k = remap.index_2d(stride=5)
+    out[k] = same[i]
+
+
+@pytest.mark.parametrize("kernel", [read_fixed, read_shaped, read_alone], ids=lambda one: one.name)
+def test_an_array_of_another_width_is_not_read(place: Any, kernel: Any) -> None:
+    """Row and column of an index are those of the array that it reads, too; a flat array has no rows (D5)."""
+    values = np.arange(24, dtype=np.int32)
+    out = place((4, 5), "int32")
+    with pytest.raises(
+        LaunchError, match=r"'x' of shape \(4, 6\): it is read with index_2d.*5 wide.* rows of 6"
+    ):
+        place.launch(kernel, place(values.reshape(4, 6)), out, grid=1, block=(5, 4))
+    assert not out.to_host().any()
+    for x in (place(values[:20].reshape(4, 5)), place(values)):
+        place.launch(kernel, x, out, grid=1, block=(5, 4))
+        assert out.to_host().ravel().tolist() == values[:20].tolist()
 
 
 @remap.kernel

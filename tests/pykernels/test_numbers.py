@@ -185,3 +185,60 @@ def test_a_function_that_returns_nothing_has_no_value(place: Any) -> None:
         CompileError, match=rf"test_numbers\.py:{line}: silent\(x\[i\]\): silent returns nothing"
     ):
         wrong.launch(x, out, grid=1, block=4)
+
+
+FLAGS = np.array([255, 2, 1, 0, 128, 3, 0, 254], np.uint8)
+
+
+def test_a_boolean_of_any_byte_is_true(on_both: Any) -> None:
+    """Memory that was written as another type holds other bytes than 0 and 1, and every one but 0 is True."""
+
+    @remap.kernel
+    def kernel(
+        x: remap.Slice,
+        whole: remap.DisjointSlice,
+        both: remap.DisjointSlice,
+        out: remap.DisjointSlice,
+        other: remap.DisjointSlice,
+    ) -> None:
+        i = remap.index_1d()
+        k = int(i)
+        s = remap.shared_array(8, np.bool_)
+        s[k] = x[k]
+        whole[i] = x[i] + 1 + 10 * (s[k] ^ True) + 100 * x.get(k + 1, True) + 1000 * x.get(i, False)
+        both[i] = (x[k] & x[(k + 1) % 8]) * 1 + (10 if x[i] == True else 20)  # noqa: E712
+        out[i] = x[k]
+        if not other[i]:
+            other[i] = x[i] | False
+
+    flags = FLAGS.view(np.bool_)
+    true = FLAGS != 0
+    _, whole, both, out, other = on_both(
+        kernel, flags, np.zeros(8, np.int64), np.zeros(8, np.float32), flags[::-1].copy(), flags, threads=8
+    )
+    after = np.append(true[1:], True)
+    assert whole.tolist() == (true + 1 + 10 * ~true + 100 * after + 1000 * true).tolist()
+    assert both.tolist() == ((true & np.roll(true, -1)) + np.where(true, 10, 20)).tolist()
+    assert out.view(np.uint8).tolist() == true.astype(np.uint8).tolist()
+    assert other.view(np.uint8).tolist() == FLAGS.tolist(), "what is not written stays"
+
+
+def read_flag(p: Any) -> Any:
+    """Read a boolean of a structure."""
+    return p.flag
+
+
+def test_a_boolean_field_of_any_byte_is_true(on_both: Any) -> None:
+    """So are fields: of elements, of structures by value, and of what is taken from outside."""
+    kind = np.dtype([("flag", np.bool_), ("n", np.int16)], align=True)
+    outside: Any = np.array([2, 0], np.int16).view(kind)[0]
+
+    @remap.kernel
+    def kernel(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = x[i].flag + 10 * read_flag(x[int(i)]) + 100 * (outside.flag + 1)
+
+    values = np.zeros(8, kind)
+    values.view(np.uint8)[::4] = FLAGS
+    _, out = on_both(kernel, values, np.zeros(8, np.int64), threads=8)
+    assert out.tolist() == ((FLAGS != 0) * 11 + 200).tolist()

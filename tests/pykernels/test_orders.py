@@ -202,6 +202,45 @@ def test_an_atomic_does_not_hide_a_plain_write_from_other_blocks(place: Any) -> 
     assert "write to an element that another thread wrote, with nothing to order the two" in found
 
 
+@remap.kernel
+def warp_tells(out: remap.DisjointSlice, seen: remap.DisjointSlice, wait: bool) -> None:
+    w = remap.warp_index()
+    i = remap.index_1d()
+    out[w] = 5.0
+    if wait:
+        remap.barrier()
+    seen[i] = out[w]
+
+
+def test_a_reader_by_the_index_of_a_warp(place: Any) -> None:
+    """The first thread of a warp writes its element; the others have the same index, and may read behind a barrier."""
+    out, seen = place(4, "float32"), place(2 * N, "float32")
+    place.launch(warp_tells, out, seen, True, grid=2, block=N)
+    assert seen.to_host().tolist() == [5.0] * 2 * N
+    found = told(place, warp_tells, out, seen, False, grid=2, block=N)
+    assert "thread 1: out[0]" in found
+    assert (
+        "read of what another thread wrote, with nothing to order the two; the other is block 0, thread 0"
+        in found
+    )
+
+
+def test_the_element_of_a_warp_is_read_by_its_writer_alone(place: Any) -> None:
+    """What the first thread makes of its element is its own business: the other threads do not look at it there."""
+
+    @remap.kernel
+    def kernel(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        w = remap.warp_index()
+        out[w] = x[w]
+        out[w] += x[w] * 2
+        out[w] = out[w] + out.get(w, 0)
+        out[w] *= 1 if out[w] > 4 else 10
+
+    x, out = place(np.arange(4, dtype=np.int64)), place(4, "int64")
+    place.launch(kernel, x, out, grid=2, block=N)
+    assert out.to_host().tolist() == [0, 6, 12, 18]
+
+
 def test_an_exchange_may_be_the_first_to_write(place: Any) -> None:
     """What an exchange stores is as good as what anything else stores; its result is undefined there."""
 

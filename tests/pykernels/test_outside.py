@@ -242,3 +242,32 @@ def test_what_modules_of_libraries_have_costs_a_repeated_launch_nothing(place: A
     assert out.to_host().tolist() == [1.0, math.sqrt(2.0) + 1, math.sqrt(3.0) + 2, 5.0]
     (again,) = kernel._kept._launches.values()
     assert again.outside is None
+
+
+def test_a_function_that_is_given_another_body(place: Any) -> None:
+    """A function that stays the same object and does something else, as `%autoreload` makes it, is compiled anew."""
+
+    def helper(v: Any) -> Any:
+        return v + 1.0
+
+    def other(v: Any) -> Any:
+        return v * 2.0
+
+    def through(v: Any) -> Any:
+        return helper(v)
+
+    @remap.kernel
+    def kernel(x: remap.Slice, out: remap.DisjointSlice) -> None:
+        i = remap.index_1d()
+        out[i] = through(x[i])
+
+    first, second = helper.__code__, other.__code__
+    x, out = place(np.arange(1, 5, dtype=np.float64)), place(4, "float64")
+    for code in (first, second, first, second):
+        helper.__code__ = code
+        for _ in range(3):
+            out.copy_from(np.zeros(4))
+            place.launch(kernel, x, out, grid=1, block=4)
+            assert out.to_host().tolist() == [through(v) for v in (1.0, 2.0, 3.0, 4.0)]
+    assert len(kernel._kept) == 1, "a launch with the same functions is kept"
+    assert len(next(iter(kernel._variants.values()))) == 2

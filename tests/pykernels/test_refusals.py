@@ -114,9 +114,15 @@ def bare_axes(out: remap.DisjointSlice) -> None:
     out[remap.index_1d()] = remap.thread
 
 
+def aligned_at_another_offset(_: remap.DisjointSlice) -> None:
+    """Ask for an alignment that the offset does not have."""
+    s = remap.dynamic_shared(np.float32, offset=4, align=128)  # noqa: F841
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        (aligned_at_another_offset, "offset=4 is no multiple of align=128"),
         (length_of_nothing, r"len\(\): len takes one array"),
         (divided, "shape: 4 // 0: nothing can be divided by 0"),
         (shifted_back, "shape: 1 << -1: a shift is by 0 to 63 bits"),
@@ -140,6 +146,68 @@ def test_a_refusal_names_the_line_and_the_rule(function: Callable[..., None], sa
     """No error of Python's own comes out of a kernel that is read."""
     with pytest.raises(CompileError, match=rf"test_refusals\.py:\d+: .*{said}"):
         remap.kernel(function).source(np.zeros((4, 4)) if "width" in function.__name__ else np.zeros(4))
+
+
+def clamped_stride(out: remap.DisjointSlice, n: int) -> None:
+    """Take for a stride what a branch alone makes a constant."""
+    if n > 10:
+        n = 4
+    out[remap.index_2d(stride=n)] = 1
+
+
+def clamped_in_a_loop(out: remap.DisjointSlice, n: int) -> None:
+    """Take for a stride what a loop alone makes a constant."""
+    while n > 10:
+        n = 4
+    out[remap.index_2d(stride=n)] = 1
+
+
+def clamped_extent(out: remap.DisjointSlice, n: int) -> None:
+    """Take for an extent what a branch alone makes a constant."""
+    if n > 10:
+        n = 4
+    s = remap.shared_array(n, np.int32)
+    out[remap.index_1d()] = len(s)
+
+
+def extent_of_a_branch(out: remap.DisjointSlice, n: int) -> None:
+    """Take for an extent what one branch alone assigns."""
+    if n > 10:
+        m = 8
+    s = remap.shared_array(m, np.int32)  # pyright: ignore[reportPossiblyUnboundVariable]
+    out[remap.index_1d()] = len(s)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (clamped_stride, "stride: n: it has to be known when the kernel is compiled"),
+        (clamped_in_a_loop, "stride: n: it has to be known when the kernel is compiled"),
+        (clamped_extent, "shape: n: it has to be known when the kernel is compiled"),
+        (extent_of_a_branch, "variable m: it may be read before anything was assigned to it"),
+    ],
+)
+def test_what_may_be_another_number_is_no_constant(function: Callable[..., None], said: str) -> None:
+    """A name is a constant where it has one value on every path that leads there."""
+    with pytest.raises(CompileError, match=rf"test_refusals\.py:\d+: .*{said}"):
+        remap.kernel(function).source(np.zeros(4), 8)
+
+
+def test_a_name_of_one_value_is_a_constant(place: Any) -> None:
+    """So is one that a branch binds for itself alone, inside of it."""
+
+    @remap.kernel
+    def kernel(out: remap.DisjointSlice) -> None:
+        n = 4
+        s = remap.shared_array(n * 2, np.int32)
+        if remap.grid_size.x == 1:
+            m = 3
+            i = remap.index_2d(stride=m)
+            out[i] = i.row * 10 + len(s)
+
+    out = place((2, 3), "int32")
+    place.launch(kernel, out, grid=1, block=(4, 2))
+    assert out.to_host().tolist() == [[8, 8, 8], [18, 18, 18]]
 
 
 def test_a_dataclass_whose_annotations_mean_nothing() -> None:

@@ -103,6 +103,38 @@ def test_a_stream_of_ones_own(stage: Stage) -> None:
     settle()
 
 
+class Foreign:
+    """A stream of another library."""
+
+    def __init__(self, stream: remap.Stream) -> None:
+        self.stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return what CUDA's protocol asks for."""
+        return self.stream.__cuda_stream__()
+
+
+@pytest.mark.parametrize("kind", ["foreign", "handle", "default"])
+def test_streams_of_all_kinds(stage: Stage, kind: str) -> None:
+    """A chain runs on whatever is a stream elsewhere: another library's, a bare handle, 0 for the default one."""
+    array = np.arange(100, dtype="int32")
+    with remap.Stream() as own, gate(own) as opened:
+        given: Any = {"foreign": Foreign(own), "handle": own.handle, "default": 0}[kind]
+        seen: list[Any] = []
+        chain = build(array)
+        chain.call(seen.append)
+        run = chain.run(stream=given)
+        if kind != "default":
+            assert not run.done
+        opened.set()
+        assert (run.wait() == np.append([42], array[1:])).all()
+        assert seen == [given]
+    with pytest.raises(TypeError, match="a stream is None"):
+        chain.run(stream="s")  # type: ignore[arg-type]
+    assert len(seen) == 1, "nothing was queued"
+    settle()
+
+
 def test_memory_that_is_given(stage: Stage) -> None:
     """A box among the results is the caller's, and frees itself when it is dropped."""
     settle()

@@ -239,15 +239,16 @@ def test_a_home_that_no_event_tells_of(stage: Stage) -> None:
     assert remap.DeviceBox.statistics(0).used == 0
 
 
-def test_foreign_arrays_keep_it_open(stage: Stage) -> None:
-    """A box whose memory another library holds refuses to close."""
-    box = remap.DeviceBox.zeroed(10, device=0)
-    assert box.__cuda_array_interface__["shape"] == (10,)
-    with pytest.raises(InUseError):
-        box.close()
-    memory = box.owner
-    del box
-    memory.close()
+def test_foreign_arrays_of_parts_keep_it_open(stage: Stage) -> None:
+    """A box of whose memory another library holds a part refuses to close; one that was only shown does not."""
+    with remap.DeviceBox.zeroed(10, device=0) as box:
+        assert box.__cuda_array_interface__["shape"] == (10,)
+        part = box[:5]
+        assert part.__cuda_array_interface__["shape"] == (5,)
+        with pytest.raises(InUseError):
+            box.close()
+        del part
+    assert box.closed
     settle()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -127,6 +127,29 @@ def test_fill(stage: Stage, value: float) -> None:
         assert buffer.to_host().tolist() == [[0] * 1000, [value] * 1000, [0] * 1000]
 
 
+@pytest.mark.parametrize("values", [[1, 2], [], [7], (1, 2), np.zeros(3), [[1], [2]]])
+def test_fill_takes_one_value(stage: Stage, values: Any) -> None:
+    """Several values are refused, and nothing is written, whatever the size of an element and wherever they begin."""
+    for dtype in ("uint8", "float64"):
+        with remap.DeviceBuffer.zeroed(5, dtype) as buffer:
+            for part in (buffer, buffer[1:2], buffer[:0]):
+                with pytest.raises(InvalidValueError, match="one and the same value"):
+                    part.fill(values)
+            assert not buffer.to_host().any()
+
+
+def test_fill_with_a_structure(stage: Stage) -> None:
+    """A value of a structured type is a tuple, or a scalar of that type."""
+    kind = np.dtype([("a", "i4"), ("b", "f4")])
+    with remap.DeviceBuffer.zeroed(3, kind) as buffer:
+        buffer.fill((1, 2.5))
+        assert buffer.to_host().tolist() == [(1, 2.5)] * 3
+        buffer[1:].fill(np.array((7, 0.5), kind)[()])
+        assert buffer.to_host().tolist() == [(1, 2.5), (7, 0.5), (7, 0.5)]
+        buffer.fill((0, 0))
+        assert buffer.to_host().tolist() == [(0, 0)] * 3
+
+
 def test_the_array_may_change_at_once(stage: Stage) -> None:
     """Without a stream, from_host and copy_from_host have copied when they return."""
     array = np.arange(1 << 16)
@@ -211,16 +234,50 @@ def test_bad_input(stage: Stage) -> None:
 
 
 def test_closing_under_an_export(stage: Stage) -> None:
-    """A buffer whose memory another library holds refuses to close, and stays open (trap 26)."""
+    """A buffer of whose memory another library holds a part refuses to close, and stays open (trap 26)."""
     buffer = remap.DeviceBuffer.zeroed(10, device=0)
-    interface = buffer.__cuda_array_interface__
-    assert interface["shape"] == (10,)
+    part = buffer[2:]
+    assert part.__cuda_array_interface__["shape"] == (8,)
     with pytest.raises(InUseError, match="of other libraries"):
         buffer.close()
     assert not buffer.closed
-    memory = buffer.owner
-    del buffer  # the array interface counts for as long as the buffer object lives
-    memory.close()
+    del part
+    buffer.close()
+
+
+class Taken:
+    """An array of another library: it holds what it was made of."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.data = given.__cuda_array_interface__["data"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_closing_what_another_library_has_seen(stage: Stage, source: Literal["plain", "mapped"]) -> None:
+    """What is taken by the array interface is the buffer itself, which the library holds: closing waits, and closes."""
+    with remap.DeviceBuffer.zeroed(10, device=0, source=source) as buffer:
+        assert hasattr(buffer, "__cuda_array_interface__")  # as libraries ask
+        taken = Taken(buffer)
+        assert taken.data == (buffer.address, False)
+        mark = stage.mark()
+    assert buffer.closed
+    assert "synchronize_context" in stage.names_since(mark), (
+        "nobody knows on which stream the library has used it"
+    )
+    with pytest.raises(ClosedError):
+        Taken(buffer)
+
+
+def test_memory_of_others_under_an_export(stage: Stage) -> None:
+    """A buffer that was handed in stays its owner's, who hears that another library has it (trap 26)."""
+    own = remap.allocate(2 * MiB, resident=0)
+    with remap.DeviceBuffer.zeroed(10, source=own) as buffer:
+        taken = Taken(buffer)
+    with pytest.raises(InUseError, match="of other libraries"):
+        own.close()
+    del buffer, taken
+    own.close()
 
 
 @pytest.mark.two_devices

@@ -63,6 +63,16 @@ def test_host_arrays_go_to_kernels_in_python(stage: Stage) -> None:
     assert (out == a * 2).all()
 
 
+def test_host_arrays_that_are_not_aligned_are_refused(stage: Stage) -> None:
+    """NumPy takes elements at any address, and a device does not."""
+    odd = np.zeros(4 * N + 1, np.uint8)[1:].view(np.float32)
+    for given in ((odd, numbers(1)), (numbers(1), odd)):
+        with pytest.raises(LaunchError, match="at a multiple of 4 bytes"):
+            double.launch(*given, **SHAPE)
+    remap.device(0).synchronize()
+    assert not odd.any()
+
+
 def test_host_arrays_are_kept(stage: Stage, vector_add: remap.Kernel) -> None:
     """The arrays of a launch live until the kernel has run, and no longer."""
     array, out = numbers(1), np.zeros(N, np.float32)

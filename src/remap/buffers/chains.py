@@ -28,7 +28,7 @@ from remap.errors import ClosedError, InvalidValueError
 from remap.lifetime import undo
 from remap.locations import Device, DeviceLike, device
 from remap.spans import host_array
-from remap.streams import Event, StreamCalls, as_stream
+from remap.streams import Event, Queue, StreamCalls, StreamLike, as_stream
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -145,8 +145,11 @@ class Chain:
         self._results.append(len(self._steps))
         self._add(lambda run: run.hand_over(what))
 
-    def call(self, function: Callable[[StreamCalls], object]) -> None:
-        """Call a function that queues work on the stream it is given, such as a library's own call."""
+    def call(self, function: Callable[[Any], object]) -> None:
+        """Call a function that queues work on the stream it is given, such as a library's own call.
+
+        That is the stream that `run` was given, as it is, or a lent one of remap.
+        """
         self._add(lambda run: function(run.stream))
 
     def _later(self, step: Step, shape: tuple[int, ...], dtype: Any) -> Later:
@@ -174,7 +177,7 @@ class Chain:
 
     # -- running it --
 
-    def run(self, *, stream: StreamCalls | None = None) -> Run:
+    def run(self, *, stream: StreamLike | None = None) -> Run:
         """Queue all steps on a stream, a lent one by default, and return the run; does not wait for the work.
 
         If a step fails, what the earlier ones allocated is freed in stream order, and what they queued still runs.
@@ -193,20 +196,22 @@ class Run:
     A run that is dropped is no mistake: its work goes on, and its memory is freed behind it.
     """
 
-    def __init__(self, chain: Chain, stream: StreamCalls | None) -> None:
+    def __init__(self, chain: Chain, stream: StreamLike | None) -> None:
         self._chain = chain
         self._lent = borrow(chain.device) if stream is None else None
-        self.stream: StreamCalls = stream or cast("StreamCalls", self._lent)
+        self.stream: StreamLike = cast("StreamCalls", self._lent) if stream is None else stream
         self._values: dict[int, DeviceBox] = {}
         self._results: list[Any] = []
         self._copies: dict[int, DeviceBox] = {}  # by their place among the results
         self._event: Event | None = None
         self._taking = threading.Lock()
         try:
-            as_stream(self.stream, chain.device).check_not_capturing("a run of a chain")
+            queue = as_stream(self.stream, chain.device)
+            queue.check_not_capturing("a run of a chain")
+            self._device = queue.device
             for index, step in enumerate(chain._steps):
                 self._take_step(index, step)
-            self._event = self.stream.record()
+            self._event = _Named(queue).record()
         except BaseException as error:
             boxes = [one for one in self._results if isinstance(one, DeviceBox)]
             for box in (*self._values.values(), *self._copies.values(), *boxes):
@@ -227,7 +232,7 @@ class Run:
 
     def make(self, shape: tuple[int, ...], dtype: Any, contents: Any) -> DeviceBox:
         """Allocate memory in the order of the stream, with contents that are queued there too."""
-        made = DeviceBox._made(shape, dtype, self.stream, None, contents)
+        made = DeviceBox._made(shape, dtype, self.stream, self._device, contents)
         made.owner._warns = False  # it frees itself in stream order when nobody has it any more
         return made
 
@@ -319,6 +324,13 @@ class Run:
         event: Event | None = getattr(self, "_event", None)
         if event is not None:
             event._warns = False
+
+
+class _Named(StreamCalls):
+    """A stream of whatever kind, for as long as a call takes: the object that it comes from keeps it."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.device, self._driver, self.handle = queue.device, queue.device._driver, queue.handle
 
 
 def _wake(loop: asyncio.AbstractEventLoop, passed: asyncio.Event, _run: Run) -> None:

@@ -117,15 +117,25 @@ class TypedMemory(DeviceArray):
             self.owner.copy_from_host(host, offset=self.offset, stream=stream)
 
     def fill(self, value: Any, *, stream: StreamLike | None = None) -> None:
-        """Set every element to `value`, converted to the type. Waits, unless `stream` is given."""
+        """Set every element to `value`, converted to the type. Waits, unless `stream` is given.
+
+        Raises `InvalidValueError` for several values.
+        """
         import numpy as np
 
-        pattern = np.asarray(value, self.dtype).tobytes()
+        one = np.asarray(value, self.dtype)
+        if one.ndim:
+            raise InvalidValueError(
+                f"fill with {value!r}",
+                rule="every element is set to one and the same value",
+                next_step="Copy several of them: copy_from_host(values)",
+            )
+        pattern = one.tobytes()
         if not self.nbytes:
             return
         width = next((one for one in (1, 2, 4) if pattern == pattern[:one] * (len(pattern) // one)), 0)
         if not width:  # the driver fills with 1, 2 or 4 bytes
-            self.copy_from_host(np.full(self.shape, value, self.dtype), stream=stream)
+            self.copy_from_host(np.full(self.shape, one, self.dtype), stream=stream)
             return
         self._order("fill", Access.READ_WRITE, stream)
         owner, part = self.owner, (self.offset, self.nbytes)
@@ -162,7 +172,11 @@ def from_list(values: Any, dtype: DTypeLike | None = None) -> Any:
 
 
 class OwnedMemory(TypedMemory):
-    """Typed memory that gives back what it stands on when it is closed."""
+    """Typed memory that gives back what it stands on when it is closed.
+
+    Arrays that other libraries have made of it by DLPack, and of parts of it, keep it from closing. One that was made
+    of it by `__cuda_array_interface__` does not, since nobody is told when that goes: let it go first.
+    """
 
     __slots__ = ("_owned",)
 
@@ -199,6 +213,20 @@ class OwnedMemory(TypedMemory):
         """Give the memory back, as its owner's `close` does; memory that was handed in stays. Again does nothing."""
         if self._owned:
             self.owner.close(after=after)
+
+    def _hand_out(self, asked: str) -> None:
+        """Let the address escape. An export that lives as long as this object would never let it be closed.
+
+        So closing waits for the devices, and does not know whether another library still has the memory.
+        """
+        if not self._owned:
+            super()._hand_out(asked)
+            return
+        owner = self.owner
+        with owner._driver.lock:
+            owner._check_there(asked)
+            owner._check_part(asked, self.offset, self.nbytes, Access.READ)
+            owner._uses.escaped = True
 
     def __enter__(self) -> Self:
         """Return itself."""

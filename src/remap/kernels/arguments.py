@@ -13,7 +13,7 @@ from remap.foreign import as_array
 from remap.kernels.index import DisjointSlice, Slice, _Annotated
 from remap.kernels.ir import Array, Record, Scalar, Type, is_numpy, storable
 from remap.kernels.reading import Source, scalar_of, type_of_value
-from remap.kernels.structures import check_layout, structure_of
+from remap.kernels.structures import alignment, check_layout, structure_of
 from remap.sizes import counted
 from remap.spans import Span
 from remap.streams import StreamLike
@@ -85,6 +85,14 @@ def view_of(value: Any, asked: str, name: str, stream: StreamLike | None) -> Vie
             f"{asked}, argument {name!r} with strides {found.strides}",
             rule="a kernel takes an array as address and length, so its elements must lie one after the other",
             next_step="Make a contiguous copy first",
+        )
+    unit = alignment(np.dtype(found.dtype))
+    unit = unit & -unit or 1  # other sizes are those of types that no kernel has
+    if found.address % unit and found.size:
+        raise LaunchError(
+            f"{asked}, argument {name!r} at {found.address:#x}",
+            rule=f"a device reads an element of {found.dtype} whole, at a multiple of {counted(unit, 'byte')}",
+            next_step="Make a copy first",
         )
     host = None if found.location.is_device else found.numpy()
     return View(None, found.address, np.dtype(found.dtype), found.shape, value, host, not found.read_only)
@@ -176,4 +184,24 @@ def _value(what: str, value: Any, annotation: Any) -> Type:
         layout = structure_of(annotation)
         if not isinstance(kind, Record) or kind.dtype != layout:
             raise LaunchError(f"{what}: {value!r}", rule=f"the parameter is a {annotation.__name__}")
+    elif not _meant(annotation, value):
+        raise LaunchError(
+            f"{what}: {value!r}",
+            rule=f"the parameter is annotated with {_name(annotation)}, which this is not",
+            next_step="Annotate it with int, float, bool, a type of NumPy that kernels have, or a dataclass",
+        )
     return kind
+
+
+def _name(annotation: Any) -> str:
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _meant(annotation: Any, value: Any) -> bool:
+    """Tell whether a value is one of what a parameter is annotated with, as far as that is a type."""
+    if is_numpy(annotation, np.dtype):
+        return bool(getattr(value, "dtype", None) == annotation)
+    try:
+        return not isinstance(annotation, type) or isinstance(value, annotation)
+    except TypeError:  # a protocol, which no value can be asked for
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from remap.kernels import ir
 from remap.kernels.bindings import Bindings
-from remap.kernels.effects import checks
+from remap.kernels.effects import acts, may_fail
 from remap.kernels.expressions import BINARY, element_type
 from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, Array, Record, Type, Witness, value_type
@@ -71,15 +71,21 @@ class Assignments(Bindings):
                 if name in ("shared_array", "dynamic_shared"):
                     self.declare(node, target.id, name, value)
                     return
-        found = self.expression(value)
+        before, found = self.inside(partial(self.expression, value))
         if isinstance(target, ast.Name) and (isinstance(found, ElementOf) or isinstance(found.type, Array)):
             self.alias(node, target.id, found)
             return
         if isinstance(found, ElementOf):
             raise self.error(node, ast.unparse(node), "an element cannot be stored")
-        if isinstance(target, ast.Name) and self.stores[target.id] == 1 and isinstance(found, ir.Const):
+        # A constant is all that a name ever stands for; a parameter has stood for something before.
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(found, ir.Const)
+            and self.stores[target.id] == 1
+            and target.id not in self.parameters
+        ):
             self.constants[target.id] = found.value
-        self.put(node, target, found)
+        self.put(node, target, found, before)
 
     def alias(self, node: ast.AST, name: str, found: Any) -> None:
         """Let a name stand for an array or an element."""
@@ -132,26 +138,34 @@ class Assignments(Bindings):
         for name, one in zip(names, held, strict=True):
             self.put(node, name, one)
 
-    def put(self, node: ast.AST, target: ast.expr, value: ir.Expr) -> None:
-        """Type an assignment of a value to a name, an element, or a field of one."""
+    def put(self, node: ast.AST, target: ast.expr, value: ir.Expr, before: Sequence[ir.Stmt] = ()) -> None:
+        """Type an assignment of a value, with what has to come before, to a name, an element, or a field of one."""
         match target:
             case ast.Name(id=name):
+                self.out += before
                 self.assign(node, name, value)
             case ast.Subscript():
-                self.store(node, target, value)
+                self.store(node, target, value, before)
             case ast.Attribute(value=ast.Subscript() as element, attr=field):
-                self.store(node, element, value, field)
+                self.store(node, element, value, before, field)
             case ast.Attribute(value=owner, attr="value"):
                 found = self.expression(owner)
                 if not isinstance(found, ElementOf):
                     raise self.error(
                         node, ast.unparse(target), "only an element of get_mut_indexed has a value to set"
                     )
-                self.store_at(node, found.array, (found.index,), value)
+                self.store_at(node, found.array, (found.index,), value, before)
             case _:
                 raise self.error(node, ast.unparse(target), "a kernel cannot assign to this")
 
-    def store(self, node: ast.AST, target: ast.Subscript, value: ir.Expr, field: str = "") -> None:
+    def store(
+        self,
+        node: ast.AST,
+        target: ast.Subscript,
+        value: ir.Expr,
+        before: Sequence[ir.Stmt],
+        field: str = "",
+    ) -> None:
         """Type an assignment to an element."""
         array = self.array(target.value)
         assert isinstance(array.type, Array)
@@ -159,13 +173,27 @@ class Assignments(Bindings):
             raise self.error(
                 node, ast.unparse(target), "a Slice is read only", "Annotate it as remap.DisjointSlice"
             )
-        value, indices = self.in_order(lambda: value, partial(self.indices, target, array, "write"))
-        self.store_at(node, array, indices, value, field)
+        there, indices = self.inside(partial(self.indices, target, array, "write"))
+        if not isinstance(indices[0].type, Witness):  # which needs no statements
+            self.out += before
+            before = there
+            if acts(there):
+                value = self.steady(value)
+        self.store_at(node, array, indices, value, before, field)
 
     def store_at(
-        self, node: ast.AST, array: ir.Var, indices: tuple[ir.Expr, ...], value: ir.Expr, field: str = ""
+        self,
+        node: ast.AST,
+        array: ir.Var,
+        indices: tuple[ir.Expr, ...],
+        value: ir.Expr,
+        before: Sequence[ir.Stmt],
+        field: str = "",
     ) -> None:
-        """Type an assignment to an element whose index is typed."""
+        """Type an assignment to an element whose index is typed, after the statements that the value needs.
+
+        A thread without an element works nothing out, but for what changes memory elsewhere.
+        """
         to = element_type(array)
         if isinstance(value.type, Witness):
             rule = "the thread's index cannot be stored"
@@ -181,13 +209,16 @@ class Assignments(Bindings):
                 )
             value = self.cast(value, to)
         line = getattr(node, "lineno", 0)
-        store = ir.Store(line, array, indices, value, field)
-        if checks(value) and isinstance(
-            indices[0].type, Witness
-        ):  # a thread without an element works nothing out
-            self.out.append(ir.If(line, ir.Has(BOOL, line, array, indices[0]), [store], []))
-        else:
-            self.out.append(store)
+        if acts(before):
+            self.out += before
+            before = ()
+        body = [*before, ir.Store(line, array, indices, value, field)]
+        kind = indices[0].type
+        # Most expressions are no different where nobody asked for them, and faster without a condition. Beside the
+        # first thread of a warp all others have its index, and would read its element.
+        if isinstance(kind, Witness) and (kind.space.kind == "warp" or any(map(may_fail, body))):
+            body = [ir.If(line, ir.Has(BOOL, line, array, indices[0]), body, [])]
+        self.out += body
 
     def augmented(self, node: ast.AugAssign, target: ast.expr, op: ast.operator, value: ast.expr) -> None:
         """Type `x += v`."""
@@ -199,19 +230,20 @@ class Assignments(Bindings):
             array = self.array(target.value)
             indices = tuple(self.hold(one, node.lineno) for one in self.indices(target, array, "write"))
             old: ir.Expr = ir.Load(element_type(array), node.lineno, array, indices)
-            new = self.combined(node, old, op, value)
+            before, new = self.inside(partial(self.combined, node, old, op, value))
             assert isinstance(array.type, Array)
             if array.type.kind == "slice":
                 raise self.error(
                     node, ast.unparse(target), "a Slice is read only", "Annotate it as remap.DisjointSlice"
                 )
-            self.store_at(node, array, indices, new)
+            self.store_at(node, array, indices, new, before)
             return
         if isinstance(target, ast.Attribute) and target.attr == "value":
             found = self.expression(target.value)
             if isinstance(found, ElementOf):
                 old = ir.Load(element_type(found.array), node.lineno, found.array, (found.index,))
-                self.store_at(node, found.array, (found.index,), self.combined(node, old, op, value))
+                before, new = self.inside(partial(self.combined, node, old, op, value))
+                self.store_at(node, found.array, (found.index,), new, before)
                 return
         raise self.error(node, ast.unparse(target), "a kernel cannot assign to this")
 
@@ -300,6 +332,10 @@ class Assignments(Bindings):
         if not ir.is_whole(offset) or offset < 0 or offset % dtype.itemsize:
             raise self.error(
                 node, what, f"an offset is a multiple of {dtype.itemsize} bytes, the size of an element"
+            )
+        if align and offset % align:
+            raise self.error(
+                node, what, f"offset={offset} is no multiple of align={align}, so that nothing is aligned so"
             )
         if length is not None and (not ir.is_whole(length) or length <= 0):
             raise self.error(node, what, "a length is a whole number above 0")

@@ -35,6 +35,9 @@ class Memory:
     tag: int = 0
     writable: bool = False
 
+    def __post_init__(self) -> None:
+        self.holds_truth = self.data.dtype.kind == "b"
+
     def extent(self, axis: int) -> Any:
         """Return the length along an axis, of the whole for axis -1."""
         return np.int64(self.count if axis < 0 else self.extents[axis])

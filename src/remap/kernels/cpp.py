@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from remap.kernels import ir
-from remap.kernels.ir import Array, Record, Scalar, Type, Witness
+from remap.kernels.ir import BOOL, Array, Record, Scalar, Type, Witness, value_type
+from remap.kernels.spelling import entry_name, in_ascii, in_comment
 from remap.kernels.structures import alignment, field_offset
 
 _NAMES = {
@@ -63,22 +64,21 @@ class Writer:
         opening: list[str] = []
         for name, kind in kernel.parameters:
             if isinstance(kind, Array):
-                extents = [f"{name}_n{axis}" for axis in kind.axes]
-                numbers = [f"{name}_n", *extents]
-                element = self.name_of(
-                    ir.Scalar(kind.dtype) if kind.dtype.fields is None else Record(kind.dtype)
-                )
-                parameters += [f"{element} *{name}_p", *(f"long long {one}" for one in numbers)]
+                # The tags stand in front, where no name of a kernel has them: x and x_n may both be there.
+                numbers = [f"count_{name}", *(f"extent{axis}_{name}" for axis in kind.axes)]
+                element = self.stored(kind.dtype)
+                parameters += [f"{element} *data_{name}", *(f"long long {one}" for one in numbers)]
                 opening.append(
-                    f"const array<{element}, {kind.ndim}> {name}{{{name}_p, {', '.join(numbers)}}};"
+                    f"const array<{element}, {kind.ndim}> {name}{{data_{name}, {', '.join(numbers)}}};"
                 )
             elif not is_empty(kind):
                 parameters.append(f"const {self.name_of(kind)} {name}")
         layout = captured_layout(kernel)
         if layout is not None:
-            parameters.append(f"const {self.name_of(Record(layout))} captured")
+            whole = Record(layout)
+            parameters.append(f"const {self.name_of(whole)} captured")
             opening += [
-                f"const {self.name_of(kind)} {name} = captured.m_{name};"
+                f"const {self.name_of(kind)} {name} = {self.member('captured', whole, name)};"
                 for name, _, kind in kernel.captured
                 if not is_empty(kind)
             ]
@@ -93,10 +93,10 @@ class Writer:
         dynamic = ""
         if kernel.dynamic_align:
             dynamic = f"extern __shared__ __align__({max(kernel.dynamic_align, 16)}) unsigned char dynamic_memory[];\n"
-        head = f"// {kernel.name} of {Path(kernel.file).name}, made by remap\n"
+        head = f"// {entry_name(kernel.name)} of {in_comment(Path(kernel.file).name)}, made by remap\n"
         using = "using namespace made_by_remap;\n"
         text = "\n".join([head + prelude(), using, *self.structures.values(), dynamic, *functions, entry])
-        return "".join(one if one.isascii() else f"_u{ord(one):x}" for one in text)
+        return in_ascii(text)
 
     # -- types --
 
@@ -111,24 +111,33 @@ class Writer:
         assert isinstance(kind, Record)
         return self.structure(kind.dtype)
 
+    def stored(self, dtype: np.dtype[Any]) -> str:
+        """Return the C++ name of a type in memory, where a boolean is a byte of any value: see `loaded`."""
+        return "unsigned char" if dtype.kind == "b" else self.name_of(value_type(dtype))
+
+    def loaded(self, text: str, kind: Type) -> str:
+        """Return what was read from memory as a value of its type."""
+        return f"({text} != 0)" if kind == BOOL else text
+
+    def member(self, text: str, owner: Type, field: str) -> str:
+        """Return a field of a structure."""
+        assert isinstance(owner, Record)
+        return self.loaded(text + field_tag(owner.dtype, field), value_type(owner.dtype[field]))
+
     def structure(self, dtype: np.dtype[Any]) -> str:
         """Return the name of a structure, with the proof that both sides lay it out alike."""
         key = repr(dtype)
         if key in self.names:
             return self.names[key]
-        fields: list[str] = []
-        for field in dtype.names or ():
-            inner = dtype[field]  # declared by being named, so before the structure that holds it
-            kind: Type = Record(inner) if inner.fields is not None else Scalar(inner)
-            fields.append(f"{self.name_of(kind)} m_{field};")
+        names = dtype.names or ()
+        # A structure inside is declared by being named, so before the one that holds it.
+        fields = [f"{self.stored(dtype[field])} m{number};" for number, field in enumerate(names)]
         name = self.names[key] = f"structure_{len(self.names)}"
         # Spelled as the compiler's own offsetof macro is: NVRTC 12.9 and 13.0 do not know __builtin_offsetof.
-        place = (
-            'static_assert((unsigned long long)__INTADDR__(&(({name}*)0)->m_{field}) == {offset}, "{field}");'
-        )
+        place = 'static_assert((unsigned long long)__INTADDR__(&(({name}*)0)->m{number}) == {offset}, "m{number}");'
         checks = [
-            place.format(name=name, field=field, offset=field_offset(dtype, field))
-            for field in dtype.names or ()
+            place.format(name=name, number=number, offset=field_offset(dtype, field))
+            for number, field in enumerate(names)
         ]
         checks.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "size");')
         self.structures[key] = f"struct {name} {{ {' '.join(fields)} }};\n{' '.join(checks)}\n"
@@ -141,10 +150,7 @@ class Writer:
         parameters: list[str] = []
         for name, kind in function.parameters:
             if isinstance(kind, Array):
-                element = self.name_of(
-                    Scalar(kind.dtype) if kind.dtype.fields is None else Record(kind.dtype)
-                )
-                parameters.append(f"const array<{element}, {kind.ndim}> {name}")
+                parameters.append(f"const array<{self.stored(kind.dtype)}, {kind.ndim}> {name}")
             else:
                 parameters.append(f"const {self.name_of(kind)} {name}")
         self.lines, self.indent = [], 1
@@ -182,7 +188,8 @@ class Writer:
             case ir.Assign(name=name, value=value):
                 self.put(f"{name} = {self.value(value)};")
             case ir.Store(array=array, indices=indices, value=value, field=field):
-                to = f".m_{field}" if field else ""
+                assert isinstance(array.type, Array)
+                to = field_tag(array.type.dtype, field) if field else ""
                 if isinstance(indices[0].type, Witness):
                     index = self.value(indices[0])
                     self.put(
@@ -210,14 +217,14 @@ class Writer:
             case ir.Fence():
                 self.put('asm volatile("fence.proxy.alias;" ::: "memory");')
             case ir.Shared(name=name, dtype=dtype, shape=shape, align=align):
-                element = self.name_of(Scalar(dtype))
-                self.put(f"__shared__ __align__({align}) {element} {name}_m[{math.prod(shape)}];")
+                element = self.stored(dtype)
+                self.put(f"__shared__ __align__({align}) {element} data_{name}[{math.prod(shape)}];")
                 extents = "".join(f", {extent}" for extent in (shape if len(shape) > 1 else ()))
                 self.put(
-                    f"const array<{element}, {len(shape)}> {name}{{{name}_m, {math.prod(shape)}{extents}}};"
+                    f"const array<{element}, {len(shape)}> {name}{{data_{name}, {math.prod(shape)}{extents}}};"
                 )
             case ir.DynamicShared(name=name, dtype=dtype, offset=offset, length=length):
-                element = self.name_of(Scalar(dtype))
+                element = self.stored(dtype)
                 count = length if length is not None else f"(dynamic_size() - {offset}) / {dtype.itemsize}"
                 self.put(
                     f"const array<{element}, 1> {name}{{({element} *)(dynamic_memory + {offset}), {count}}};"
@@ -270,9 +277,9 @@ class Writer:
             case ir.Has(array=array, index=index):
                 return f"{self.value(index)}.has({array.name}.n)"
             case ir.Load(array=array, indices=indices, default=default):
-                return self.load(array, indices, default)
+                return self.loaded(self.load(array, indices, default), one.type)
             case ir.Member(value=value, name=name):
-                return f"{self.value(value)}.m_{name}"
+                return self.member(self.value(value), value.type, name)
             case ir.Call(function=function, arguments=arguments):
                 return f"{function.name}({', '.join(self.value(argument) for argument in arguments)})"
             case ir.Atomic(name=name, array=array, indices=indices, operands=operands):
@@ -282,13 +289,16 @@ class Writer:
                 raise AssertionError(one)
 
     def load(self, array: ir.Var, indices: tuple[ir.Expr, ...], default: ir.Expr | None) -> str:
-        """Return a read."""
+        """Return a read of what lies in memory."""
+        other = ""
+        if default is not None:
+            other = self.value(default)
+            other = f"(unsigned char){other}" if default.type == BOOL else other
         if isinstance(indices[0].type, Witness):
             own = f"own({array.name}, {self.value(indices[0])}"
-            return f"{own}, {self.value(default)})" if default is not None else f"{own})"
-        numbers = ", ".join(self.value(index) for index in indices)
-        if default is not None:
-            return f"get({array.name}, {self.value(default)}, {numbers})"
+            return f"{own}, {other})" if other else f"{own})"
+        if other:
+            return f"get({array.name}, {other}, {', '.join(self.value(index) for index in indices)})"
         return self.place(array, indices)
 
     def place(self, array: ir.Var, indices: tuple[ir.Expr, ...]) -> str:
@@ -369,6 +379,8 @@ class Writer:
                 return f"{_INTEGER[name]}<{result}>({texts[0]}, {texts[1]})"
             case "abs":
                 return f"absolute<{result}>({texts[0]})"
+            case "advance":
+                return f"advance({texts[0]}, {texts[1]})"
             case "isnan":
                 return f"is_nan({texts[0]})"
             case _:
@@ -376,9 +388,9 @@ class Writer:
                 return f"::{name}{suffix}({', '.join(texts)})"
 
 
-def entry_name(name: str) -> str:
-    """Return the name of a kernel in its image; Python names such as `double` mean something else in C++."""
-    return f"remap_{name}"
+def field_tag(dtype: np.dtype[Any], field: str) -> str:
+    """Return what names a field of a structure: its number, since any text can be a name in NumPy."""
+    return f".m{(dtype.names or ()).index(field)}"
 
 
 def is_empty(kind: Type) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from remap.kernels import ir
-from remap.kernels.ir import Array
+from remap.kernels.ir import Array, Witness
 
 
 def harmless(value: ir.Expr) -> bool:
@@ -19,7 +21,7 @@ def harmless(value: ir.Expr) -> bool:
             return True
 
 
-def acts(block: ir.Block) -> bool:
+def acts(block: Sequence[ir.Stmt]) -> bool:
     """Tell whether statements may change memory: atomic operations, and functions that are given more than a Slice."""
     for statement in block:
         match statement:
@@ -39,14 +41,24 @@ def acts(block: ir.Block) -> bool:
     return False
 
 
-def checks(value: ir.Expr) -> bool:
-    """Tell whether an expression has a Python number in it that may not fit into the type of what it meets."""
-    match value:
+def may_fail(what: ir.Expr | ir.Stmt) -> bool:
+    """Tell whether something is wrong for some threads, perhaps: a number that lies outside, or does not fit."""
+    match what:
+        case ir.Call():  # whatever it does
+            return True
+        case ir.Load(indices=(index, *_), default=None) if not isinstance(index.type, Witness):
+            return True
         case ir.Cast(value=inner, checked=checked):
-            return checked or checks(inner)
-        case ir.Op(operands=operands) | ir.Load(indices=operands):
-            return any(map(checks, operands))
-        case ir.Member(value=inner):
-            return checks(inner)
+            return checked or may_fail(inner)
+        case ir.Load(indices=indices, default=default):
+            return any(map(may_fail, indices)) or (default is not None and may_fail(default))
+        case ir.Op(operands=operands):
+            return any(map(may_fail, operands))
+        case (
+            ir.Member(value=inner) | ir.Assign(value=inner) | ir.Evaluate(value=inner) | ir.Store(value=inner)
+        ):
+            return may_fail(inner)
+        case ir.If(test=test, body=body, orelse=orelse):
+            return may_fail(test) or any(map(may_fail, [*body, *orelse]))
         case _:
             return False

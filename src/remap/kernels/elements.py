@@ -58,8 +58,11 @@ class Elements(Expressions):
             raise self.error(node, what, rule, "Loop over its elements by their index")
         found = self.in_order(*(partial(self.value, one) for one in nodes))
         if len(found) == 1 and isinstance(found[0].type, Witness) and kind.kind in ("slice", "disjoint"):
+            space = found[0].type.space
             if kind.kind == "disjoint":
-                self.enter_space(node, array, found[0].type.space)
+                self.enter_space(node, array, space)
+            elif kind.ndim == 2 and space.kind in ("2d", "width"):
+                self.shared.read_by[array.name, space] = None
             return (found[0],)
         if kind.kind == "disjoint":
             rule = "a DisjointSlice takes the thread's own index, so that no two threads can meet; a number is none"
@@ -108,6 +111,7 @@ class Elements(Expressions):
                     raise self.error(node, f"{what}: {ast.unparse(node)}", "a shift is by 0 to 63 bits")
                 return _CONSTANT[type(op)](a, b)
             case ast.Name(id=name) if name in self.constants:
+                self.local(node)  # which raises where it may not have been assigned yet
                 return self.constants[name]
             case ast.Name() | ast.Attribute():
                 path = ast.unparse(node)

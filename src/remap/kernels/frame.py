@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from remap.errors import KernelError
+from remap.kernels import numbers
 from remap.kernels.batch import Batch, Memory
 from remap.kernels.lanes import NONE, Own, Run, Selection, inner, pick, size
 from remap.kernels.shadows import BlockShadow, Found
@@ -42,6 +43,8 @@ class Frame:
     def has(self, memory: Memory, own: Own) -> Any:
         """Tell which lanes have an element of their own."""
         number = own.number
+        if isinstance(number, Run) and own.owns is None and 0 <= number.start <= memory.count - number.count:
+            return np.True_  # one for all, as in every block but the last
         found = (number >= np.int64(0)) & (number < np.int64(memory.count))
         return found if own.owns is None else found & own.owns
 
@@ -73,8 +76,8 @@ class Frame:
         at = self._place(memory, indices, selection, line)
         if memory.shadow is None and not memory.per_block:
             if isinstance(at, Run):
-                return memory.data[at.start : at.start + at.count]
-            return memory.data.take(at) if at.ndim else memory.data[int(at)]
+                return _read(memory, memory.data[at.start : at.start + at.count])
+            return _read(memory, memory.data.take(at) if at.ndim else memory.data[int(at)])
         return self._tracked(memory, at, selection, line)
 
     def own(self, memory: Memory, own: Own, default: Any, selection: Selection, line: int) -> Any:
@@ -82,7 +85,7 @@ class Frame:
         number, total = own.number, size(selection, self.count)
         if isinstance(number, Run) and memory.shadow is None:
             stop = min(number.start + number.count, memory.count)
-            values = memory.data[number.start : max(stop, number.start)]
+            values = _read(memory, memory.data[number.start : max(stop, number.start)])
             if len(values) == total:  # a copy where a later write could change what was read
                 return values.copy() if memory.writable else values
             found = np.zeros(total, memory.data.dtype)
@@ -114,7 +117,7 @@ class Frame:
         if len(lanes):
             at = number[lanes]
             if memory.shadow is None:
-                found[lanes] = memory.data.take(at)
+                found[lanes] = _read(memory, memory.data.take(at))
             else:
                 chosen = inner(selection, lanes)
                 found[lanes] = self._tracked(memory, at, chosen, line)
@@ -123,7 +126,7 @@ class Frame:
     def _tracked(self, memory: Memory, at: Any, selection: Selection, line: int) -> Any:
         position, lanes = self._positions(memory, at, selection)
         self._note(memory, "read", position, lanes, line)
-        return memory.data.take(position)
+        return _read(memory, memory.data.take(position))
 
     # -- writes --
 
@@ -151,7 +154,7 @@ class Frame:
             stop = max(min(number.start + number.count, memory.count), number.start)
             target[number.start : stop] = value if value.ndim == 0 else value[: stop - number.start]
             return
-        chosen = np.flatnonzero(self.has(memory, own))
+        chosen = np.flatnonzero(np.broadcast_to(self.has(memory, own), size(selection, self.count)))
         if len(chosen) == 0:
             return
         at = np.asarray(number)[chosen]
@@ -340,6 +343,10 @@ class Frame:
         if "nothing was written" in found.what:
             shared = "Write it first; the contents of shared memory are undefined"
         return batch.error(line, f"{batch.who(lane)}: {where}", found.what + met, shared)
+
+
+def _read(memory: Memory, values: Any) -> Any:
+    return numbers.truth(values) if memory.holds_truth else values
 
 
 _ATOMICS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from remap.kernels import ir, numbers
-from remap.kernels.ir import Array, Scalar, Type, Witness
+from remap.kernels.ir import BOOL, Array, Scalar, Type, Witness
 from remap.kernels.lanes import NONE, inner, pick, put, split, union
 
 _SYMBOLS = {"+", "-", "*", "/", "&", "|", "^", "<", "<=", ">", ">=", "==", "!="}
@@ -39,6 +39,7 @@ _FUNCTIONS = {
     "min": "numbers.smaller",
     "max": "numbers.larger",
     "fma": "numbers.fma",
+    "advance": "numbers.advance",
 }
 
 
@@ -257,7 +258,8 @@ class HostWriter:
             case ir.Load(array=array, indices=indices, default=default, line=line):
                 return self.load(array, indices, default, lanes, line)
             case ir.Member(value=value, name=name):
-                return f"{self.value(value, lanes)}[{name!r}]"
+                text = f"{self.value(value, lanes)}[{name!r}]"
+                return f"numbers.truth({text})" if one.type == BOOL else text
             case ir.Call(function=function, arguments=arguments):
                 texts = [f"f.enter({lanes})", *(self.value(argument, lanes) for argument in arguments)]
                 return f"{function.name}({', '.join(texts)})"

@@ -98,8 +98,8 @@ def index_2d(width: Any = None, *, stride: int | None = None) -> Any:
 
     A thread whose column is not below the stride has no element. `stride` is a constant; `width` is known at run time
     and the same for all threads: a parameter, a captured value, an array's extent, `block_size.x`; at most 2**36.
-    `i.row` and `i.col` are numbers. A two-dimensional array that is written with it must be as wide; that is checked
-    before the launch.
+    `i.row` and `i.col` are numbers. A two-dimensional array that is written or read with it must be as wide; that is
+    checked before the launch.
     """
     _only_inside("index_2d")
 

@@ -352,7 +352,8 @@ class Kernel:
     """A typed kernel with all that launching it takes.
 
     `captured` are the values from outside by the name they have inside and how they are read. `spaces` says
-    for each DisjointSlice that is written by index which space that is, `uses_1d` and `uses_2d` what grids it takes.
+    for each DisjointSlice that is written by index which space that is, `read_by` for each two-dimensional Slice by
+    which two-dimensional ones it is read; `index_kinds` tells what grids it takes.
     """
 
     name: str
@@ -363,6 +364,7 @@ class Kernel:
     body: Block
     functions: list[Function]
     spaces: dict[str, Space]
+    read_by: list[tuple[str, Space]]
     index_kinds: frozenset[str]
     unchecked: frozenset[str]
     has_barrier: bool

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from remap.errors import LaunchError
 from remap.kernels import ir
 from remap.kernels.built import Code, image_for
-from remap.kernels.cpp import entry_name
 from remap.kernels.image import Image, ImageKind
 from remap.kernels.launch import Extent, Kernel, too_much_shared
+from remap.kernels.spelling import entry_name
 from remap.locations import Device
 from remap.sizes import Size, format_size
 from remap.types import LaunchConfig

@@ -12,6 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from remap.kernels.lanes import Run
+
+
+def truth(value: Any) -> Any:
+    """Return booleans that were read: memory may have been written as another type, and any byte but 0 is True."""
+    return value.view(np.uint8) != 0
+
 
 def smaller(a: Any, b: Any) -> Any:
     """Return `b` where it is smaller than `a`, else `a`: Python's `min`, also for NaN and signed zeros."""
@@ -39,6 +46,18 @@ def compare(a: Any, b: Any) -> Any:
         return -compare(b, a)
     other = b.astype(np.uint64)
     return np.where((b < 0) | (a > other), 1, np.where(a == other, 0, -1))
+
+
+def advance(a: Any, b: Any) -> Any:
+    """Return a + b for int64, held to the range."""
+    total = a + b
+    if isinstance(total, Run):
+        return total
+    passed = (total < a) != (b < 0)
+    if not passed.any():
+        return total
+    limits = np.iinfo(np.int64)
+    return np.where(passed, np.where(b < 0, limits.min, limits.max), total)[()]
 
 
 def fma(x: Any, y: Any, z: Any) -> Any:

@@ -1,14 +1,18 @@
 """The Python function behind a kernel: its syntax tree, and what the names in it mean outside of it."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
 import dataclasses
+import dis
 import inspect
+import operator
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +28,7 @@ _UNCHANGING = ("remap", "numpy", "math")
 
 
 class Source:
-    """One Python function: `tree` is its syntax tree, with the line numbers of its file."""
+    """One Python function: `tree` is its syntax tree, with the line numbers of its file, `code` what it did then."""
 
     def __init__(self, function: Callable[..., Any], what: str = "kernel") -> None:
         self.function = function
@@ -32,9 +36,12 @@ class Source:
         self.file = "?"
         if not isinstance(function, types.FunctionType):
             raise CompileError(f"{what} {self.name}", rule="it is not a function written in Python")
-        self.file = function.__code__.co_filename
+        self.code = code = function.__code__
+        self.file = code.co_filename
+        # Not of the function itself: behind a decorator `inspect` would show what that was given (`functools.wraps`).
+        bare = types.FunctionType(code, function.__globals__, closure=function.__closure__)
         try:
-            lines, first = inspect.getsourcelines(function)
+            lines, first = inspect.getsourcelines(bare)
         except (OSError, TypeError):
             raise CompileError(
                 f"{what} {self.name}",
@@ -57,14 +64,25 @@ class Source:
         if inside and isinstance(tree, ast.If):
             tree = tree.body[0]
         ast.increment_lineno(tree, first - 1 - inside)
+        if code.co_name != "<lambda>" and not _is_source_of(tree, code):
+            raise self.error(
+                first,
+                f"{what} {self.name}",
+                "its file has changed since it was imported, and a kernel is compiled from its source",
+                "Import it again (importlib.reload), or start anew",
+            )
         if not isinstance(tree, ast.FunctionDef):
             raise self.error(tree, f"{what} {self.name}", "it has to be a plain function, written with def")
         self.tree = tree
         self.line = tree.lineno
         arguments = tree.args
         if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
+            wrapped = getattr(function, "__wrapped__", None)
             raise self.error(
-                tree, f"{what} {self.name}", "its parameters are plain ones, without *, ** or defaults"
+                tree,
+                f"{what} {self.name}",
+                "its parameters are plain ones, without *, ** or defaults",
+                "A decorator has put it there: use the function without that" if wrapped is not None else "",
             )
         self.parameters = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
         self.annotations = {one.arg: one.annotation for one in (*arguments.posonlyargs, *arguments.args)}
@@ -73,7 +91,7 @@ class Source:
             self._kept = dict(function.__annotations__)
         except Exception:  # noqa: BLE001 (from Python 3.14 on they are evaluated here, and can raise anything)
             self._kept = {}
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self._cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         self.locals = {
             node.id
             for node in ast.walk(tree)
@@ -152,6 +170,58 @@ class Source:
         return CompileError(f"{self.file}:{line}: {what}", rule=rule, next_step=next_step)
 
 
+def _is_source_of(tree: ast.stmt, code: types.CodeType) -> bool:
+    """Tell whether a function was compiled from this; the text of a file may be another one by now."""
+    if getattr(tree, "name", "") != code.co_name:
+        return False
+    if any(
+        isinstance(one, ast.Assert) for one in ast.walk(tree)
+    ):  # pytest compiles others; a kernel has none
+        return True
+    # Inside of a function that has the variables that it takes from enclosing ones, and no others.
+    own = "pass" if code.co_name in code.co_freevars else f"global {code.co_name}"
+    around = ast.parse(f"def around():\n {own}\n {' = '.join([*code.co_freevars, 'None'])}")
+    function = around.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body.append(tree)
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    compiled, wanted = compile(around, code.co_filename, "exec", flags, dont_inherit=True), _steps(code)
+    return any(one.co_name == code.co_name and _steps(one) == wanted for one in _inside(compiled))
+
+
+def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Give the code objects in a code object."""
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield one
+            yield from _inside(one)
+
+
+def _steps(code: types.CodeType) -> list[tuple[str, object]]:
+    """Return what a code object does, step by step, wherever it stands.
+
+    A call of a method is none of its own here: which of `a.b()` is one the compiler guesses from the imports of a file.
+    """
+    kept: list[dis.Instruction] = []
+    number: dict[int, int] = {}
+    for one in dis.get_instructions(code):
+        number[one.offset] = len(kept)
+        if one.opname not in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL"):
+            kept.append(one)
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    return [
+        (
+            one.opname.replace("LOAD_METHOD", "LOAD_ATTR"),
+            number[one.argval]
+            if one.opcode in jumps
+            else _steps(one.argval)
+            if isinstance(one.argval, types.CodeType)
+            else repr(one.argval),  # as text, 1 is not 1.0
+        )
+        for one in kept
+    ]
+
+
 class Reference(NamedTuple):
     """A dotted path as one function reads it: the same path may mean something else in another."""
 
@@ -163,8 +233,8 @@ class Reference(NamedTuple):
         return self.source.at(self.path)
 
 
-def reader(references: Sequence[Reference]) -> Callable[[], Iterable[Any]]:
-    """Return what reads several references at once, in one order.
+def reader(references: Sequence[Reference], functions: Sequence[Source]) -> Callable[[], Iterable[Any]]:
+    """Return what reads several references at once, and then what functions do by now, in one order.
 
     A launch that is made again asks it each time. So the globals of one module are read without a step of Python.
     """
@@ -176,10 +246,14 @@ def reader(references: Sequence[Reference]) -> Callable[[], Iterable[Any]]:
         else:
             slow.append(partial(one.source.at, one.path))
     get: Any = spaces[0].get if spaces else None
-    read = partial(map, get, quick, [getattr(builtins, name, MISSING) for name in quick])
-    if not slow:
+    each: Any = map  # which gives nothing that a checker knows
+    read = partial(each, get, quick, [getattr(builtins, name, MISSING) for name in quick])
+    if not slow and not functions:
         return read
-    return lambda: [*(read() if quick else ()), *[one() for one in slow]]
+    codes = partial(each, operator.attrgetter("__code__"), [one.function for one in functions])
+    if not slow:
+        return lambda: chain(read(), codes())
+    return lambda: [*(read() if quick else ()), *[one() for one in slow], *codes()]
 
 
 def is_same(now: Any, before: Any) -> bool:
@@ -221,5 +295,8 @@ def scalar_of(what: Any) -> Scalar | None:
 
 
 def _stored(what: Any) -> Scalar | None:
-    dtype: np.dtype[Any] = np.dtype(what)
+    try:
+        dtype: np.dtype[Any] = np.dtype(what)
+    except TypeError:  # one of several, such as numpy.floating
+        return None
     return Scalar(dtype) if storable(dtype) else None

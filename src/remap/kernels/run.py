@@ -84,7 +84,9 @@ class HostRun:
             writable = kind.kind == "disjoint"
             data = _data(launch, view, writable)
             memory = Memory(name[2:], data, view.shape, len(data), view.address, writable=writable)
-            if name in kernel.unchecked:
+            space = kernel.spaces.get(name)
+            # All threads of a warp have one index, with which one of them writes.
+            if name in kernel.unchecked or (space is not None and space.kind == "warp"):
                 memory.shadow = GridShadow(len(data))
             found[name] = memory
         _watch(found, self._shared_parts)

@@ -39,6 +39,7 @@ class Shared:
     functions: dict[Any, ir.Function] = field(default_factory=dict[Any, ir.Function])
     stack: list[Any] = field(default_factory=list[Any])
     spaces: dict[str, ir.Space] = field(default_factory=dict[str, ir.Space])
+    read_by: dict[tuple[str, ir.Space], None] = field(default_factory=dict[tuple[str, ir.Space], None])
     kinds: set[str] = field(default_factory=set[str])
     names: int = 0
     unchecked: set[str] = field(default_factory=set[str])

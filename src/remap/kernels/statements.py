@@ -158,7 +158,8 @@ class Statements(Assignments):
         if isinstance(step, ir.Const) and step.value == 0:
             raise self.error(node, ast.unparse(call), "the step of a range is not 0")
         start = self.cast(numbers[0], INT) if len(numbers) > 1 else ir.Const(INT, line, 0)
-        stop = self.fixed(self.cast(numbers[min(len(numbers) - 1, 1)], INT), node)
+        end = self.cast(numbers[min(len(numbers) - 1, 1)], INT)
+        stop = self.fixed(end, node)
         counter = self.temporary(INT, line, start)
         test = self.goes_on(counter, stop, step)
         known = None if self.assigned is None else set(self.assigned)
@@ -168,7 +169,8 @@ class Statements(Assignments):
             self.assign(node, node.target.id, counter)
             first, self.out = self.out, out
             body, _ = self.branch(node.body, None if known is None else known | {node.target.id})
-        after: ir.Block = [ir.Assign(line, counter.name, ir.Op(INT, line, "+", (counter, step)))]
+        sign = "advance" if _may_pass(end, step) else "+"
+        after: ir.Block = [ir.Assign(line, counter.name, ir.Op(INT, line, sign, (counter, step)))]
         self.out.append(ir.While(line, [], test, first + body, after))
         self.assigned = known
 
@@ -239,6 +241,20 @@ class Statements(Assignments):
         return dict(self.types)
 
 
+def _may_pass(stop: ir.Expr, step: ir.Expr) -> bool:
+    """Tell whether the number after the last one of a range may be larger, or smaller, than any int."""
+    if isinstance(step, ir.Const):
+        wide = abs(int(step.value))
+    elif isinstance(step, ir.Builtin) and step.name in ("block_size", "grid_size"):
+        wide = 1 << 31
+    else:
+        return True
+    far = 1 << 62 if isinstance(stop, ir.Extent) else 1 << 63
+    if isinstance(stop, ir.Const):
+        far = abs(int(stop.value))
+    return wide > 1 and far + wide > 1 << 63
+
+
 def _breaks(nodes: list[ast.stmt]) -> bool:
     """Tell whether statements of a loop break out of it."""
     return any(
@@ -250,8 +266,8 @@ def _breaks(nodes: list[ast.stmt]) -> bool:
 
 def type_kernel(
     source: Source, parameters: dict[str, Type], fma: bool
-) -> tuple[ir.Kernel, dict[Reference, Any]]:
-    """Return the typed kernel for these types of parameters, and what from outside was compiled into it.
+) -> tuple[ir.Kernel, dict[Reference, Any], list[Source]]:
+    """Return the typed kernel for these types of parameters, what from outside was compiled in, and those functions.
 
     Raises `CompileError`, naming file and line, for what a kernel cannot have.
     """
@@ -267,6 +283,7 @@ def type_kernel(
         body=body,
         functions=list(shared.functions.values()),
         spaces=shared.spaces,
+        read_by=list(shared.read_by),
         index_kinds=frozenset(shared.kinds),
         unchecked=frozenset(shared.unchecked),
         has_barrier=shared.has_barrier,
@@ -275,4 +292,4 @@ def type_kernel(
         dynamic_least=shared.dynamic_least,
         fma=fma,
     )
-    return kernel, shared.resolved
+    return kernel, shared.resolved, list(shared.sources.values())

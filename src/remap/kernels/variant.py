@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,14 @@ _CODES = {
 class Variant:
     """A typed kernel, what it becomes on each driver, and how its arguments are passed."""
 
-    def __init__(self, source: Source, kernel: ir.Kernel, resolved: dict[Reference, Any]) -> None:
+    def __init__(
+        self, source: Source, kernel: ir.Kernel, resolved: dict[Reference, Any], functions: Sequence[Source]
+    ) -> None:
         self.kernel = kernel
         self.loaded: dict[Device, Loaded] = {}
         self._source = source
         self._resolved = resolved
+        self._functions = functions
         self._cpp: str | None = None
         self._host: Callable[..., None] | None = None
         self._free: list[Arguments] = []
@@ -53,7 +56,7 @@ class Variant:
         # Whether anything from outside of the kernel has a part in it, which is then looked at before each launch.
         outside = [*resolved, *(reference for _, reference, _ in kernel.captured)]
         self.looks_outside = bool(outside)
-        self._taken_in = reader(outside)
+        self._taken_in = reader(outside, functions)
         self._arrays = [
             (index, name[2:], kind.kind == "disjoint", kind.ndim)
             for index, (name, kind) in enumerate(kernel.parameters)
@@ -75,6 +78,9 @@ class Variant:
         for reference, found in self._resolved.items():
             if not is_same(reference.now(), found):
                 return False
+        # A function may be given another body in its place, as `%autoreload` does.
+        if any(one.function.__code__ is not one.code for one in self._functions):
+            return False
         return all(type_of_value(reference.now()) == kind for _, reference, kind in self.kernel.captured)
 
     def cpp(self) -> str:
@@ -134,10 +140,10 @@ class Variant:
                     owner._check_part(self.asked, view.address - owner._address, _size(view), needed, place)
         if self._meets and len(views) > 0 and not allow_overlap:
             check_disjoint(self.asked, self.places(views))
-        for index, wanted in self._widths:
-            name = self.kernel.parameters[index][0]
-            space = str(self.kernel.spaces[name])
-            check_width(self.asked, name[2:], space, wanted(arguments, views, config), views[index].shape)
+        for index, space, written, width in self._widths:
+            what = f"{self.asked}, argument {self.kernel.parameters[index][0][2:]!r}"
+            verb = f"{'written' if written else 'read'} with {space}"
+            check_width(what, verb, width(arguments, views, config), views[index].shape)
 
     def places(self, views: dict[int, View]) -> list[Place]:
         """Return where the arrays lie."""
@@ -180,7 +186,7 @@ class Variant:
         """
         if not all(isinstance(kind, Scalar) for _, _, kind in self.kernel.captured):
             return None
-        if any(is_argument(wanted) for _, wanted in self._widths):
+        if any(is_argument(one.width) for one in self._widths):
             return None
         found: list[Packed] = []
         places = [index for index, _, _, _ in self._arrays]

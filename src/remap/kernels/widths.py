@@ -1,11 +1,11 @@
-"""How wide `index_2d(width)` is at a launch: read again each time, for the arrays that are written with it."""
+"""How wide `index_2d(width)` is at a launch: read again each time, for the arrays that it writes and reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,34 +16,47 @@ from remap.kernels.reading import Reference, Source
 from remap.types import Dim3, LaunchConfig
 
 
-def widths_of(kernel: ir.Kernel, source: Source) -> list[tuple[int, partial[int]]]:
-    """Return, for each array that is written with a two-dimensional index, what its width has to be.
+class Wanted(NamedTuple):
+    """The width that an array has to have: that of the space by whose index it is `written`, or read."""
 
-    That is asked with the arguments of a launch, the arrays among them, and the configuration.
-    """
-    found: list[tuple[int, partial[int]]] = []
+    place: int
+    space: ir.Space
+    written: bool
+    width: partial[int]
+
+
+def widths_of(kernel: ir.Kernel, source: Source) -> list[Wanted]:
+    """Return what is wanted of the arrays that a two-dimensional index writes, or reads by row and column."""
+    found: list[Wanted] = []
     names = [name for name, _ in kernel.parameters]
-    for name, space in kernel.spaces.items():
+    written = [(name, space, True) for name, space in kernel.spaces.items()]
+    for name, space, is_written in [*written, *((*one, False) for one in kernel.read_by)]:
         if space.kind == "2d":
-            found.append((names.index(name), partial(_constant, space.stride)))
+            width = partial(_constant, space.stride)
         elif space.kind == "width":
-            found.append((names.index(name), _width(space.width, names, kernel, source)))
+            width = _width(space.width, names, kernel, source)
+        else:
+            continue
+        found.append(Wanted(names.index(name), space, is_written, width))
     return found
 
 
-def check_width(asked: str, name: str, space: str, width: int, shape: tuple[int, ...]) -> None:
-    """Raise `LaunchError` where an array cannot be written with a two-dimensional index of that width."""
+def check_width(what: str, verb: str, width: int, shape: tuple[int, ...]) -> None:
+    """Raise `LaunchError` where a two-dimensional index of that width does not fit an array."""
     if width > ir.WIDEST:
         raise LaunchError(
-            f"{asked}, argument {name!r}",
-            rule=f"it is written with {space}, which is {width} wide, and an index is at most 2**36 wide",
+            what,
+            rule=f"it is {verb}, which is {width} wide, and an index is at most 2**36 wide",
             next_step="Pass the number of columns: several threads would get one element otherwise",
         )
     if len(shape) == 2 and shape[1] != width:
+        step = "Make the two equal: an element would not belong to one thread otherwise"
+        if verb.startswith("read"):
+            step = "Make the two equal, or read by row and column: x.get(i.row, i.col)"
         raise LaunchError(
-            f"{asked}, argument {name!r} of shape {shape}",
-            rule=f"it is written with {space}, which is {width} wide, and the array has rows of {shape[1]}",
-            next_step="Make the two equal: an element would not belong to one thread otherwise",
+            f"{what} of shape {shape}",
+            rule=f"it is {verb}, which is {width} wide, and the array has rows of {shape[1]}",
+            next_step=step,
         )
 
 

@@ -113,6 +113,14 @@ template <class To, class From> __device__ inline To to_integer(From a)
     return (To)a;
 }
 
+// The next number of a range. One that no long long is would be beyond any end, and so is the last that there is.
+__device__ inline long long advance(long long a, long long b)
+{
+    constexpr long long highest = 9223372036854775807LL, lowest = -highest - 1;
+    if (b > 0) return a > highest - b ? highest : a + b;
+    return a < lowest - b ? lowest : a + b;
+}
+
 __device__ inline int compare(unsigned long long a, long long b)
 {
     return b < 0 || a > (unsigned long long)b ? 1 : a == (unsigned long long)b ? 0 : -1;
