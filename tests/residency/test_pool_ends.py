@@ -137,14 +137,17 @@ def test_a_driver_that_is_left_gets_no_pool(stage: Stage) -> None:
         remap.use(stage.recording)
 
 
-def test_a_pool_of_another_driver_is_closed(stage: Stage) -> None:
-    """One that a thread asked for while its driver was changed is closed when the next is asked for."""
+def test_a_thread_that_comes_late_leaves_the_next_pool_alone(stage: Stage) -> None:
+    """Who asks for the pool of the driver before is refused, and the backups in the present one stay."""
     remap.use(stage.inner)
     try:
-        late = hostpool.current_pool(stage.recording)
-        late.configure(None, SLAB)
-        assert remap.host_pool() is not late
-        assert late.statistics().held == 0
+        with remap.allocate(SLAB) as buffer:
+            buffer.fill(7)
+            remap.pause(buffer)
+            with pytest.raises(InUseError, match="another thread has changed the driver"):
+                hostpool.current_pool(stage.recording)
+            remap.resume(buffer)
+            assert (buffer.to_host() == 7).all()
     finally:
         remap.use(stage.recording)
 

@@ -371,21 +371,20 @@ _pools = _Pools()
 def current_pool(driver: Any) -> HostPool:
     """Return the pool for a driver, a new one where there is none; raises `InUseError` if the driver was left."""
     with _pools.lock:
+        # Who leaves a driver says so first, and closes its pool then. A thread that comes late for it must not touch
+        # the pool of the next one, which may have backups already.
+        if id(driver) in lifetime.left:
+            rule = "another thread has changed the driver, or closed it"
+            raise InUseError("host memory for backups", rule=rule, next_step="Ask again, of the new driver")
         pool = _pools.pool
         if pool is not None and pool._driver is driver and not pool._closed:
             return pool
         limit = None
         if pool is not None:
-            # An interrupt came into closing it, or somebody asked for it while its driver was being left.
-            pool.close()
+            pool.close()  # an interrupt came into that before
             limit = pool.limit if pool._driver is driver else None
-        pool = _pools.pool = HostPool(driver, limit)
-        # Only now: who leaves a driver says so first, and closes then what pool there is.
-        if id(driver) in lifetime.left:
-            _pools.pool = None
-            rule = "another thread has changed the driver, or closed it"
-            raise InUseError("host memory for backups", rule=rule, next_step="Ask again, of the new driver")
-        return pool
+        _pools.pool = HostPool(driver, limit)
+        return _pools.pool
 
 
 def host_pool(*, limit: Size | None = None, prepare: Size | None = None) -> HostPool:
