@@ -19,7 +19,7 @@ from remap.locations import Device, LocationLike, device, location
 from remap.ranges import Chunk, grant
 from remap.residency.families import Carriers, carried, carriers
 from remap.residency.flow import Flow, Window, actor
-from remap.residency.hostpool import current_pool
+from remap.residency.present import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.targets import (
     Targets,

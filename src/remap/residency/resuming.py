@@ -14,8 +14,8 @@ from remap.lifetime import Rollback, drain, end_block, undo
 from remap.residency.families import carried, carriers, forget_sole
 from remap.residency.feed import Worker
 from remap.residency.flow import Flow
-from remap.residency.hostpool import current_pool
 from remap.residency.portions import Carried, Portion, at_first, cut
+from remap.residency.present import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.stores import Asleep, FileJobs, Keep, asleep, drop_all
 from remap.residency.targets import (
