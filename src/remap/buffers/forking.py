@@ -39,8 +39,7 @@ class ForkingBuffer(GrowingBuffer):
                     alias(self, twin)
                 twin._opened()
             except BaseException as error:
-                if not twin._open:  # else it goes like any other that is not closed
-                    undo(error, twin._detach().run)
+                undo(error, twin.close)
                 raise
         for told in self._heirs:
             told(twin)
