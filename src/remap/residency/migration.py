@@ -150,8 +150,11 @@ class _Move:
         """Create memory at the new place and queue the copies to it."""
         driver, buffer, shares = self._driver, self.buffer, shares_of(self.buffer)
         for chunk in () if buffer._paused else self.chunks:
-            self._old[chunk.address] = driver.retain(chunk.address)
-            rollback.undo(driver.release, self._old[chunk.address])
+            handle = driver.retain(chunk.address)
+            rollback.steps += [
+                (driver.release, (handle,))
+            ]  # not with `undo`, where an interrupt could come first
+            self._old[chunk.address] = handle
         if not self.size:
             return
         properties = buffer.properties.at(self._place)
@@ -161,8 +164,8 @@ class _Move:
         for chunk in self._carried:
             with driver.lock:
                 handle = create_handle(driver, chunk.size, properties)
+                rollback.steps += [(driver.release, (handle,))]
                 self._new[chunk.address] = handle
-                rollback.undo(driver.release, handle)
                 if chunk.address in shares:
                     self._common[shares[chunk.address]] = handle
                 at = self._copier(chunk)
@@ -204,7 +207,7 @@ class _Move:
     @property
     def leftovers(self) -> list[Step]:
         """The calls that give back what is not needed any more; the old memory goes with them."""
-        steps: list[Step] = [] if self._window is None else self._window.ending
+        steps: list[Step] = [] if self._window is None else [(self._window.close, ())]
         handles = (*self._new.values(), *self._old.values())
         return steps + [(self._driver.release, (handle,)) for handle in handles]
 
