@@ -157,3 +157,20 @@ def test_interrupted_moves_leave_nothing(move: str) -> None:
         assert now == before or done.releasing, (done.where, now, before)
         before = now
     made.pop().close()
+
+
+def test_interrupted_runs() -> None:
+    """Wherever taking the results of a run is interrupted, no two runs get one lent stream afterwards."""
+    chain = remap.chain(0)
+    chain.copy_out(chain.copy_in(np.arange(5.0)))
+    runs = [chain.run()]
+
+    def act() -> None:
+        runs[0].wait()
+
+    rooms = tuple(str(SOURCE / room) for room in ("buffers/chains.py", "buffers/pooled.py", "streams.py"))
+    for done in every(act, rooms):
+        runs.clear()
+        runs += [chain.run(), chain.run()]
+        assert runs[0].stream is not runs[1].stream, done.where
+        runs.pop().wait()
