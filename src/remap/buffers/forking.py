@@ -112,6 +112,17 @@ class ForkingBuffer(GrowingBuffer):
         with self._driver.lock:
             return not (self._shares and size and self._still_shared(offset, offset + size))
 
+    def _writable_parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the parts of a stretch of bytes that no fork has as well."""
+        found: list[tuple[int, int]] = []
+        with self._driver.lock:
+            for chunk in self._still_shared(start, stop) if self._shares and start < stop else ():
+                at = chunk.address - self._address
+                if start < at:
+                    found.append((start, at))
+                start = at + chunk.size
+        return [*found, (start, stop)] if start < stop else found
+
     def _still_shared(self, start: int, stop: int) -> list[Chunk]:
         """Return the chunks of a part that forks have as well; the caller holds the lock."""
         shared = self._shared_chunks(start, stop)
