@@ -19,12 +19,13 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, Self
 
+from remap.blocks import Noted, noted
 from remap.cards import card
 from remap.errors import (
     ClosedError,
@@ -94,8 +95,9 @@ class Resource:
             self._site = sites.here()
         hooks = _hooks.get()
         if hooks:
-            for hook in hooks:
-                hook(self)
+            for entry in hooks:
+                for hook in entry:
+                    hook(self)
         if watchers:
             tell("made", self, "")
         if _log.isEnabledFor(logging.DEBUG):
@@ -149,6 +151,10 @@ class Resource:
                 rule=f"{self.describe()} was closed, by close() or at the end of its with block",
                 next_step="Keep it open for as long as it is used",
             )
+        self._check_process()
+
+    def _check_process(self) -> None:
+        """Raise `ForkedError` in the forked child of the process that made it."""
         if self._epoch != _process.epoch:
             raise ForkedError(
                 f"use of a {self.kind} made before a fork",
@@ -291,7 +297,7 @@ _live: dict[int, weakref.ref[Resource]] = {}
 Resource._listed = _live
 left: dict[int, weakref.ref[Any]] = {}
 """The drivers whose use was ended, or is about to be, by identity: nothing new of theirs may come to life."""
-_hooks: ContextVar[tuple[Callable[[Resource], None], ...]] = ContextVar("remap_hooks", default=())
+_hooks: ContextVar[Noted[Callable[[Resource], None]]] = ContextVar("remap_hooks", default=())
 watchers: list[Callable[[str, Resource, str], None]] = []
 """Those who watch the objects of all threads: each is called with "made", or "begin" and "end" of an operation by name.
 
@@ -364,18 +370,9 @@ def live(kind: type[Resource] = Resource) -> list[Resource]:
     return [thing for thing in found if isinstance(thing, kind)]
 
 
-@contextmanager
-def on_creation(hook: Callable[[Resource], None]) -> Generator[None]:
-    """Call `hook` with each object made in this context, until the block ends. Groups and traces use it."""
-    _hooks.set((*_hooks.get(), hook))
-    try:
-        yield
-    finally:
-        # Not by a token: of blocks that end in another order, the last one would bring the first one's hook back.
-        before = list(_hooks.get())[::-1]
-        if hook in before:
-            before.remove(hook)
-        _hooks.set(tuple(before[::-1]))
+def on_creation(hook: Callable[[Resource], None]) -> AbstractContextManager[None]:
+    """Call `hook` with each object made in this context, until the block ends. Groups use it."""
+    return noted(_hooks, hook)
 
 
 def epoch() -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from remap.dtypes import check_order, parse_dtype
-from remap.errors import AccessError, InvalidValueError, RemapError
+from remap.errors import AccessError, ContextLostError, InvalidValueError, KernelError, RemapError
 from remap.launches import MemoryUse, launches
 from remap.lifetime import tell, undo, watchers
 from remap.locations import Device, device
@@ -211,8 +211,9 @@ class Span(Range):
         queue = None
         if place.is_device:
             queue = as_stream(stream, device(place.index))
-        # Work that an interrupt leaves behind (Ctrl-C in the wait) is still running, and uses `keep`.
-        left = queue
+        # Work that an interrupt leaves behind (Ctrl-C in the wait), or a wait that fails, is still running, and uses
+        # `keep`.
+        left, waiting = queue, False
         token, mine = object(), self._operations
         others = mine if source is None else source._operations
         try:
@@ -243,10 +244,12 @@ class Span(Range):
                             queue.check_not_capturing(f"{asked} of {self.describe()}")
                         yield queue
                         if stream is None or wait:
+                            waiting = True
                             self._driver.synchronize_stream(queue.handle)
                             left = None
-            except RemapError:  # refused, or reported by the wait
-                left = None
+            except RemapError as error:
+                if not waiting or isinstance(error, KernelError | ContextLostError):
+                    left = None  # it was refused, or has ended: that is what these two tell
                 raise
             finally:
                 if watchers:

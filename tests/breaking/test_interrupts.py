@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import remap
-from remap import MiB, lifetime
-from remap.errors import driver_error
+from remap import MiB, drivers, lifetime
+from remap.drivers.powers import SupportsHostFunctions
+from remap.drivers.wrappers import Faulty
+from remap.errors import CudaResult, driver_error
 from remap.lifetime import Release
 
 SIZE = 4 * MiB
@@ -62,6 +64,34 @@ def test_an_interrupted_copy_is_still_known() -> None:
         finally:
             hold.set()
     assert buffer.closed
+
+
+@pytest.mark.parametrize("call", ["copy_to_host", "copy_from_host"])
+def test_a_copy_whose_wait_fails_is_still_known(call: str) -> None:
+    """The wait fails, and the copy goes on: closing waits for it, and the array stays until then (5, 7).
+
+    The array went, and the copy wrote over what came to lie there.
+    """
+    driver = Faulty(drivers.open())
+    if not isinstance(driver, SupportsHostFunctions):
+        pytest.skip("nothing holds the stream up")
+    remap.use(driver)
+    hold = threading.Event()
+    try:
+        with remap.allocate(SIZE, resident=0) as buffer:
+            with remap.device(0).current():
+                driver.launch_host_function(0, lambda: hold.wait(60))
+            array = np.zeros(SIZE, np.uint8)
+            holders = sys.getrefcount(array)
+            driver.fail("synchronize_stream", result=CudaResult.UNKNOWN)
+            with pytest.raises(remap.DriverError):
+                getattr(buffer, call)(array)
+            assert sys.getrefcount(array) > holders, "nobody keeps the array that the queued copy uses"
+            hold.set()
+        assert buffer.closed
+    finally:
+        hold.set()
+        drivers.close()
 
 
 def test_an_interrupted_release_is_not_repeated() -> None:

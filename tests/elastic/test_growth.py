@@ -410,6 +410,18 @@ def test_poison_shows_what_is_undefined(stage: Stage) -> None:
         assert buffer.to_host().tolist() == [1, 1, 0xCB, 0xCB]
 
 
+def test_poison_behind_what_a_fork_shares(stage: Stage) -> None:
+    """The rest of a chunk that forks share is nobody's to write; what is behind it is poisoned (8)."""
+    del stage
+    with remap.ElasticBuffer(64 * MiB, device=0, chunk=4 * MiB, poison=True) as buffer:
+        buffer.resize(2 * MiB)
+        with buffer.fork() as fork:
+            with remap.allocate(16 * MiB, resident=0) as dirty:
+                dirty.fill(1)
+            fork.resize(12 * MiB)
+            assert (fork.to_host(offset=4 * MiB, shape=8 * MiB) == 0xCB).all()
+
+
 # -- asleep --
 
 

@@ -79,6 +79,20 @@ def test_what_is_made_during_a_change_of_drivers(halting: Halting, call: str, ch
         buffer.fill(1)
 
 
+def test_what_is_made_while_a_driver_object_takes_over(halting: Halting) -> None:
+    """Also where the next driver is an object, such as a wrapper around this one, nothing of it is made late (13).
+
+    It was, and once asleep it lost its backup with the host memory of its driver.
+    """
+    outcome = meanwhile(
+        halting, "set_access", lambda: remap.allocate(2 * MiB), lambda: remap.use(Faulty(halting))
+    )
+    assert isinstance(outcome, remap.InUseError)
+    assert not lifetime.live()
+    assert remap.use(halting) is halting  # back again
+    remap.allocate(2 * MiB).close()
+
+
 def test_what_was_made_first_keeps_its_driver(halting: Halting) -> None:
     """Where the buffer is there first, the change is refused, and changes nothing (13)."""
     with remap.allocate(2 * MiB) as buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 import remap
+from remap import drivers
+from remap.drivers.wrappers import Faulty
 from remap.errors import ClosedError, InUseError, InvalidValueError, NotSupportedError
 from remap.graphs import GraphPool, NodeKind
 from remap.sizes import MiB
+from remap.testing.bench import wait_until
 from remap.testing.graph_kernels import Kernels
 from remap.testing.stage import Stage
 
@@ -328,3 +332,40 @@ def test_dropped_allocations_are_reported_and_freed(pool: GraphPool, stream: rem
     remap.collect()
     pool.trim()
     assert pool.footprint().reserved == 0
+
+
+class Meanwhile(Faulty):
+    """A driver that lets another thread try something as a node is about to be added."""
+
+    other: Callable[[], object] | None = None
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **keywords: Any) -> Any:
+            other = self.other
+            if other is not None and name in {"graph_add_fill", "graph_add_copy"}:
+                self.other = None
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join(0.2)  # it may have to wait for this one
+            return call(*arguments, **keywords)
+
+        return made
+
+
+@pytest.mark.parametrize("node", ["fill", "copy"])
+def test_memory_that_another_thread_takes(node: str) -> None:
+    """What a node was checked against holds until it is added: who takes the memory comes before or after that (13)."""
+    driver = Meanwhile(drivers.open())
+    remap.use(driver)
+    try:
+        with remap.ElasticBuffer(4 * SIZE, device=0, chunk=SIZE) as buffer, remap.Graph(0) as graph:
+            buffer.resize(2 * SIZE)
+            driver.other = lambda: buffer.resize(SIZE)
+            if node == "fill":
+                graph.fill(buffer, 1, offset=SIZE, size=SIZE)
+            else:
+                graph.copy(buffer, buffer, offset=SIZE, size=SIZE)
+            assert driver.other is None
+            assert wait_until(lambda: buffer.size == SIZE)
+    finally:
+        drivers.close()

@@ -64,6 +64,27 @@ def test_events_carry_the_order(host: Host) -> None:
     driver.unmap(address, GRANULE)
 
 
+def test_a_free_in_a_stream_without_work_of_its_own(host: Host) -> None:
+    """It comes after what that stream waits for: who does not wait for it gets other memory, which can be freed."""
+    driver = host.driver
+    working, freeing, other = (driver.create_stream() for _ in range(3))
+    event = driver.create_event()
+    address = driver.pool_allocate(GRANULE, working)
+    driver.fill(address, 1, 1, GRANULE, working)
+    driver.record_event(event, working)
+    found = driver._streams._by_handle[working]
+    found.wait(
+        found.submitted
+    )  # the fill is done, and the host has not been told: nothing is queued for the wait
+    driver.wait_event(freeing, event)
+    driver.pool_free(address, freeing)
+    another = driver.pool_allocate(GRANULE, other)
+    assert another != address
+    driver.pool_free(another, other)
+    driver.wait_event(other, event)
+    assert driver.pool_allocate(GRANULE, other) == address
+
+
 def test_an_event_covers_what_came_before_it_only(host: Host) -> None:
     """Work queued after the record is not covered."""
     driver = host.driver

@@ -21,9 +21,10 @@ from remap import MiB, drivers
 from remap.cli import run
 from remap.drivers.wrappers import Recording
 from remap.errors import InUseError, InvalidValueError, OutOfMemoryError
-from remap.observe.calls import as_value
+from remap.observe.calls import as_value, taps
 from remap.observe.chrome import read, to_json
 from remap.observe.trace import Trace
+from remap.testing.bench import wait_until
 from remap.types import AllocationProperties, Host, LaunchConfig
 
 
@@ -144,6 +145,36 @@ def test_traces_may_overlap() -> None:
     assert [call.name for call in outer.calls] == ["device_count", "can_access_peer", "device_count"]
     with pytest.raises(InUseError):
         inner.__enter__()
+
+
+def test_one_begins_as_another_ends() -> None:
+    """Wherever another thread ends its trace, the one that this thread begins then hears everything (13)."""
+    remap.driver()
+    for nth in range(1, 5000):
+        ending, beginning = remap.trace().__enter__(), remap.trace()
+        thread = threading.Thread(target=ending.end)
+        left = [nth]
+
+        def place(_frame: object, event: str, _argument: object, left: list[int] = left) -> None:
+            left[0] -= event in {"call", "c_call"}
+            if left[0] == 0:
+                sys.setprofile(None)
+                thread.start()  # noqa: B023
+                wait_until(lambda: not thread.is_alive() or taps._lock.locked())  # noqa: B023 - locked: by this thread
+
+        sys.setprofile(place)
+        beginning.__enter__()
+        sys.setprofile(None)
+        if left[0] > 0:
+            ending.end()
+        else:
+            thread.join()
+        remap.driver().device_count()
+        beginning.end()
+        assert [call.name for call in beginning.calls] == ["device_count"]
+        if left[0] > 0:
+            return
+    pytest.fail("it never begins")
 
 
 def test_all_threads_are_heard() -> None:

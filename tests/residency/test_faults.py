@@ -316,3 +316,17 @@ def test_killed_in_the_middle(stage: Stage, turns: int, tmp_path: Path) -> None:
     assert wait_until(
         lambda: os.statvfs(tmp_path).f_bfree >= disk - 16 * MiB // os.statvfs(tmp_path).f_frsize
     )
+
+
+def test_a_resume_that_cannot_be_undone_is_tried_again(stage: Stage) -> None:
+    """What one unmapping has left mapped, as a failed resume was undone, is unmapped by the next resume (5)."""
+    with filled(SIZE, SIZE) as buffers:
+        remap.pause(buffers)
+        stage.faulty.fail("copy_to_device", nth=2)
+        stage.faulty.fail("unmap")
+        with pytest.raises(RemapError) as caught:
+            remap.resume(buffers)
+        assert "while undoing" in caught.value.__notes__[0]
+        stage.faulty.heal()
+        remap.resume(buffers)
+        assert holds(buffers)

@@ -274,7 +274,7 @@ def test_pages_are_those_that_are_sooner_ready(faster: bool) -> None:
 
 def test_a_stretch_has_one_kind_of_pages(pool: HostPool) -> None:
     """Whoever asks decides for the slabs around it, and for them alone, until somebody asks again."""
-    with pool._lock:
+    with pool._lock():
         arena = pool._arena(remap.device(0))
         first, beside, behind = (arena.slab(index) for index in (STRETCH, STRETCH + 1, 2 * STRETCH))
     assert arena.pages_of(first, None), "large ones are what it begins with"

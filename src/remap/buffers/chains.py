@@ -285,9 +285,9 @@ class Run:
             for index, box in list(self._copies.items()):
                 self._results[index] = box.to_host(stream=self.stream)
                 self._copies.pop(index).close()
-            if self._lent is not None:
-                self._lent.give_back()
-                self._lent = None
+            lent, self._lent = self._lent, None  # before the call: given back twice, it would be lent to two
+            if lent is not None:
+                lent.give_back()
             results, self._results, self._event = self._results, [], None
             event.close()
         return None if not results else results[0] if len(results) == 1 else tuple(results)

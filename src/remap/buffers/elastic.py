@@ -237,11 +237,7 @@ class ElasticBuffer(ForkingBuffer):
         """Poison what is newly committed, where somebody may write it."""
         if not self._poison or not any(right.writable for right in self._rights.values()):
             return
-        fresh = [
-            part
-            for part in self._extents.gaps(start, stop)
-            if self._part_writable(part[0], part[1] - part[0])
-        ]
+        fresh = [part for gap in self._extents.gaps(start, stop) for part in self._writable_parts(*gap)]
         if not fresh:
             return
         with self._using("poison", Access.READ_WRITE, None) as queue:

@@ -39,8 +39,7 @@ class ForkingBuffer(GrowingBuffer):
                     alias(self, twin)
                 twin._opened()
             except BaseException as error:
-                if not twin._open:  # else it goes like any other that is not closed
-                    undo(error, twin._detach().run)
+                undo(error, twin.close)
                 raise
         for told in self._heirs:
             told(twin)
@@ -112,6 +111,17 @@ class ForkingBuffer(GrowingBuffer):
     def _part_writable(self, offset: int, size: int, place: Location | None = None) -> bool:
         with self._driver.lock:
             return not (self._shares and size and self._still_shared(offset, offset + size))
+
+    def _writable_parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the parts of a stretch of bytes that no fork has as well."""
+        found: list[tuple[int, int]] = []
+        with self._driver.lock:
+            for chunk in self._still_shared(start, stop) if self._shares and start < stop else ():
+                at = chunk.address - self._address
+                if start < at:
+                    found.append((start, at))
+                start = at + chunk.size
+        return [*found, (start, stop)] if start < stop else found
 
     def _still_shared(self, start: int, stop: int) -> list[Chunk]:
         """Return the chunks of a part that forks have as well; the caller holds the lock."""

@@ -104,6 +104,7 @@ class GrowingBuffer(ChangingBuffer):
                     "only. Or close reservations, or raise the limit (ulimit -v)",
                 ) from None
             self.capacity = self._reserved = capacity
+            self._open = True  # from here on an interrupt leaves it to its finaliser
             if ahead:
                 self._ahead = Ahead(self._supply, self._address, ahead, sizes, self._places, self._granted)
 

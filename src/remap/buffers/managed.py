@@ -35,6 +35,7 @@ class ManagedMemory(FixedMemory):
         if size:
             with self.device.current():
                 self._address = self._driver.allocate_managed(size)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     def _detach(self) -> Release:

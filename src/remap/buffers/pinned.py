@@ -55,12 +55,13 @@ class PinnedMemory(FixedMemory):
                 self._address = array.ctypes.data
                 driver.register_pinned(self._address, self._size)
                 end = (_unregister, (driver, self._address, array))
-            rollback.undo(end[0], *end[1])
+            rollback.steps += [end]  # not with `undo`, where an interrupt could come before it is noted
             # One address for all, as on every 64-bit Linux; elsewhere kernels would be given the wrong one.
             if driver.device_pointer(self._address) != self._address:
                 rule = "devices reach it at another address than the CPU"
                 raise not_supported("cuMemHostGetDevicePointer", "pinned memory", rule)
-        self._steps = [(in_context, (self.device, end[0], *end[1]))]
+            self._steps = [(in_context, (self.device, end[0], *end[1]))]
+            self._open = True  # from here on an interrupt leaves it to its finaliser
 
     def _actor(self, asked: str, needed: Access, stream: StreamLike | None, source: Span | None) -> Location:
         """Return the CPU where no stream is named and it may: it copies its own memory with less ado."""

@@ -30,6 +30,7 @@ class PlainMemory(FixedMemory):
         if size:  # nothing is asked of the driver for no bytes
             with at.current():
                 self._address = self._driver.allocate(size)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     def _detach(self) -> Release:

@@ -76,15 +76,20 @@ class RingBuffer(Buffer):
         if size:
             self._reserved = 2 * size
             self._address = reserve_range(driver, self._reserved, parse_alignment(alignment))
-            self._chunks = [Chunk(self._address, size, self.properties.location)]
             try:
+                self._chunks = [Chunk(self._address, size, self.properties.location)]
                 with Rollback() as rollback:
                     handle = create_handle(driver, size, self.properties)
                     try:
                         self._map_chunks(self._chunks, [handle], rollback)
                     finally:
                         driver.release(handle)
+                    self._open = True  # from here on an interrupt leaves it to its finaliser
             except BaseException as error:
+                self._open = False
+                undo(
+                    error, driver.unmap, self._address, self._reserved
+                )  # where an interrupt kept that from happening
                 undo(error, driver.free_range, self._address, self._reserved)
                 raise
         self._opened()

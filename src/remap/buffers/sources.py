@@ -7,11 +7,11 @@ within `mapped_only()`, where what is allocated is to be paused or moved later.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Literal, TypeAlias
 
+from remap.blocks import Noted, noted
 from remap.buffers.base import allocate
 from remap.buffers.placement import place
 from remap.buffers.plain import allocate_plain
@@ -24,19 +24,13 @@ from remap.types import Access
 Source: TypeAlias = Literal["plain", "mapped"] | Span | None
 """What is taken as a source: a kind of memory, memory itself (its first bytes are used), or None for the default."""
 
-_mapped_only: ContextVar[int] = ContextVar("remap_mapped_only", default=0)
-"""How many blocks of `mapped_only` this context is in."""
+_mapped_only: ContextVar[Noted[bool]] = ContextVar("remap_mapped_only", default=())
+"""The blocks of `mapped_only` that this context is in."""
 
 
-@contextmanager
-def mapped_only() -> Generator[None]:
+def mapped_only() -> AbstractContextManager[None]:
     """Let buffers that name no source take mapped memory, whatever their size. Groups use it."""
-    _mapped_only.set(_mapped_only.get() + 1)
-    try:
-        yield
-    finally:
-        # Not by a token: of blocks that end in another order, the last one would bring the first one's value back.
-        _mapped_only.set(max(_mapped_only.get() - 1, 0))
+    return noted(_mapped_only, True)
 
 
 def take(size: int, at: Device, source: Source) -> tuple[Span, bool]:
@@ -50,7 +44,7 @@ def take(size: int, at: Device, source: Source) -> tuple[Span, bool]:
     if source not in (None, "plain", "mapped"):
         raise InvalidValueError(f"source {source!r}", rule='a source is "plain", "mapped" or memory of remap')
     if source is None and size:
-        source = "mapped" if _mapped_only.get() or size >= _granule(at) else "plain"
+        source = "mapped" if any(_mapped_only.get()) or size >= _granule(at) else "plain"
     if source == "mapped":
         return allocate(size, resident=at), True
     return allocate_plain(size, at=at), True

@@ -206,14 +206,14 @@ def use(driver: str | Driver, /, **options: Any) -> Driver:
         if isinstance(driver, str):
             new = open(driver, **options)
             rollback.undo(new.shutdown)
-            previous = _leave(asked, rollback, ending=True)
+            previous = _leave(asked, rollback)
         elif options:
             rule = "a driver object has its options already"
             raise InvalidValueError(f"options {sorted(options)}", rule=rule)
         else:  # it may be a wrapper around the previous one, which then goes on
             _check_not_ended(driver)
             new, previous = driver, None
-            _leave(asked, rollback, ending=False)
+            _leave(asked, rollback)
         with _choice.lock:
             lifetime.enter(new)
             _set(new)
@@ -229,7 +229,7 @@ def close(*, shutdown: bool = True) -> None:
     """
     with _choice.changing:
         with Rollback() as rollback:
-            previous = _leave("closing the driver", rollback, ending=shutdown)
+            previous = _leave("closing the driver", rollback)
             with _choice.lock:
                 _choice.driver = None
         if previous is not None and shutdown:
@@ -283,10 +283,10 @@ def on_leave(listener: Callable[[Driver], None]) -> None:
     _listeners.append(listener)
 
 
-def _leave(asked: str, rollback: Rollback, *, ending: bool) -> Driver | None:
+def _leave(asked: str, rollback: Rollback) -> Driver | None:
     """Make sure that nothing of the present driver lives, or is coming to life, and return it if there is one."""
     driver = opened()
-    if driver is not None and ending:
+    if driver is not None:
         # Before the look at what lives: what another thread makes meanwhile is seen here, or is refused there.
         rollback.undo(lifetime.enter, driver)
         lifetime.leave(driver)

@@ -203,8 +203,9 @@ class Nodes:
             raise InvalidValueError("a copy between two host arrays", rule="a graph moves memory of devices")
         size = min(end.size for end in ends) if size is None else parse_size(size)
         host = "destination" if ends[0].host else "source" if ends[1].host else ""
-        self._check_ends("a copy", ends, size, behind)
-        with self.device.current():
+        # Against whoever takes the memory away meanwhile: either of the two is told.
+        with self._driver.lock, self.device.current():
+            self._check_ends("a copy", ends, size, behind)
             handle = self._driver.graph_add_copy(
                 self._handle, handles_of(behind), ends[0].address, ends[1].address, size, host
             )
@@ -231,8 +232,8 @@ class Nodes:
         if end.host:
             raise InvalidValueError("a fill of a host array", rule="a graph fills memory of devices")
         size = end.size if size is None else parse_size(size)
-        self._check_ends("a fill", (end,), size, behind)
-        with self.device.current():
+        with self._driver.lock, self.device.current():  # as for a copy
+            self._check_ends("a fill", (end,), size, behind)
             handle = self._driver.graph_add_fill(self._handle, handles_of(behind), end.address, byte, 1, size)
         detail = f"{format_size(size)} at {end.address:#x} with {byte}"
         keeps = [target, *self._memory((end,), size)]
@@ -330,9 +331,7 @@ class Nodes:
                 f"{asked} of {size} bytes", rule=f"there are {max(room, 0)} bytes, and one at least is moved"
             )
         self._check_uses(asked, _used(ends), behind)
-        uses = self._memory(ends, size)
-        with self._driver.lock:
-            check_uses(uses, self.device.location, asked)
+        check_uses(self._memory(ends, size), self.device.location, asked)
 
     def _memory(self, ends: Sequence[_End], size: int) -> list[MemoryUse]:
         """Return which parts of buffers a node uses, for the launches that look at them again."""

@@ -49,9 +49,11 @@ class Executable(Resource):
         self._failures = graph._failures
         self._uses = Uses()
         self._updating = False
+        self._nodes: tuple[Node, ...] = ()
         with self.device.current():
             try:
                 self._handle: int = self._driver.graph_instantiate(graph._handle, auto_free)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
             except NotSupportedError as error:
                 raise error.explain(f"an executable of {graph.describe()}") from None
         self._asked = f"launch of {self.kind} {self.serial} on {self.device}"

@@ -45,10 +45,13 @@ class Graph(Resource, Nodes):
             drain()
         if not isinstance(self._driver, SupportsGraphs) or not isinstance(self._driver, SupportsGraphMemory):
             raise missing("graphs", f"a graph on {self.device}")
-        if _handle is None:
+        self._begin(_handle or 0, deque())
+        if _handle is not None:
+            self._open = True  # from here on an interrupt leaves it to its finaliser
+        else:
             with self.device.current():
-                _handle = self._driver.graph_create()
-        self._begin(_handle, deque())
+                self._handle = self._driver.graph_create()
+                self._open = True
         self._opened()
 
     # -- nodes that hold graphs --
@@ -130,6 +133,8 @@ class Graph(Resource, Nodes):
         Source: cuGraphInstantiate.
         """
         self._check()
+        if queued:
+            drain()
         return Executable(self, auto_free)
 
     def _has_memory(self) -> bool:

@@ -68,6 +68,7 @@ class Module(Resource):
             self.image = self._runnable(image)
             with self.device.current():
                 self._handle = self._load(driver)
+                self._open = True  # from here on an interrupt leaves it to its finaliser
         self._opened()
 
     def function(self, name: str, parameters: Sequence[str] | None = None) -> Kernel:

@@ -7,6 +7,7 @@ instance attributes for the time of a trace, and uncovered after it: who does no
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -15,6 +16,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
+from remap import drivers
 from remap.drivers.wrappers import _OWN_NAMES
 from remap.errors import DriverError
 from remap.forks import in_child
@@ -37,7 +39,12 @@ class Tap:
     def __init__(self, driver: Any, listeners: list[Listener]) -> None:
         self.driver = driver
         self.listening = True
+        self._listeners = listeners
         self._covered: dict[str, Any] = {}
+
+    def cover(self) -> None:
+        """Cover the methods; what an interrupt leaves covered is known to `remove`."""
+        driver = self.driver
         for name in dir(driver):
             if (
                 name[0] == "_"
@@ -48,20 +55,23 @@ class Tap:
             call = getattr(driver, name)
             if inspect.isroutine(call):
                 self._covered[name] = driver.__dict__.get(name, _MISSING)
-                setattr(driver, name, self._cover(name, call, listeners))
+                setattr(driver, name, self._heard(name, call))
 
     def remove(self) -> None:
-        """Uncover the methods. What still holds a covered one (a bound method kept somewhere) records nothing."""
+        """Uncover the methods; doing so again does what an interrupt has left.
+
+        What still holds a covered one (a bound method kept somewhere) records nothing.
+        """
         self.listening = False
         for name, before in self._covered.items():
             if before is _MISSING:
-                delattr(self.driver, name)
+                self.driver.__dict__.pop(name, None)
             else:
                 setattr(self.driver, name, before)
         self._covered.clear()
 
-    def _cover(self, name: str, call: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
-        heavy = name in _HEAVY
+    def _heard(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        heavy, listeners = name in _HEAVY, self._listeners
 
         def heard(*arguments: Any, **keywords: Any) -> Any:
             if not self.listening:
@@ -90,30 +100,60 @@ class Taps:
     """The drivers that are listened to, each once, whatever the number of listeners."""
 
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self._listeners: list[Listener] = []
         self._taps: list[Tap] = []
+        # Between threads of which one begins to listen as another ends: the drivers would be uncovered for both.
+        self._lock = threading.Lock()
+
+    def listen(self, listener: Listener) -> None:
+        """Let a listener hear every call of the driver in use, and of those that come into use."""
+        with self._lock:
+            self._listeners.append(listener)
+            driver = drivers.opened()  # after that: one that is opened meanwhile is seen here, or adds itself
+            if driver is not None:
+                self._add(driver)
+
+    def leave(self, listener: Listener) -> None:
+        """Let a listener hear nothing more; doing so again does what an interrupt has left."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+            if not self._listeners:
+                self._clear()
 
     def add(self, driver: Any) -> None:
-        """Listen to a driver, if not already."""
-        if not any(tap.driver is driver for tap in self._taps):
-            self._taps.append(Tap(driver, self.listeners))
+        """Listen to a driver that comes into use, if anybody listens."""
+        with self._lock:
+            if self._listeners:
+                self._add(driver)
 
-    def clear(self) -> None:
-        """Listen to nobody any more."""
+    def forget(self) -> None:
+        """Record nothing in a forked child: what it would write is the parent's."""
+        self._lock = threading.Lock()
+        self._listeners.clear()
+        self._clear()
+
+    def _add(self, driver: Any) -> None:
+        if any(tap.driver is driver for tap in self._taps):
+            return
+        tap = Tap(driver, self._listeners)
+        self._taps.append(tap)
+        try:
+            tap.cover()
+        except BaseException:  # an interrupt: a driver that is heard in part would pass for one that is heard
+            tap.remove()
+            self._taps.remove(tap)
+            raise
+
+    def _clear(self) -> None:
         while self._taps:
-            self._taps.pop().remove()
+            self._taps[-1].remove()
+            del self._taps[-1]
 
 
 taps = Taps()
-
-
-def _forget() -> None:
-    """Record nothing in a forked child: what it would write is the parent's."""
-    taps.listeners.clear()
-    taps.clear()
-
-
-in_child(_forget)
+drivers.on_enter.append(taps.add)
+in_child(taps.forget)
 
 
 def as_value(value: Any) -> Any:

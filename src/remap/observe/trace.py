@@ -23,7 +23,7 @@ from remap import drivers, lifetime
 from remap.drivers.wrappers import Call
 from remap.errors import InUseError, InvalidValueError
 from remap.handles import PhysicalAllocation
-from remap.lifetime import Resource, end_block
+from remap.lifetime import Resource, end_block, undo
 from remap.locations import known_devices
 from remap.observe.calls import CallRecord, taps
 from remap.observe.reading import FileLike
@@ -75,9 +75,16 @@ class Trace:
         """Begin to record."""
         if self._running or self.start:
             raise InUseError("a trace that was begun before", rule="each trace records one stretch of time")
+        self._running = True
+        try:
+            self._begin()
+        except BaseException as error:  # an interrupt
+            undo(error, self.end)
+            raise
+        return self
+
+    def _begin(self) -> None:
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        if not taps.listeners:
-            drivers.on_enter.append(taps.add)
         drivers.on_enter.append(self._entered)
         self.driver = drivers.opened()
         if self.driver is not None:
@@ -87,12 +94,9 @@ class Trace:
             self.handles = {one._handle: one.serial for one in living if isinstance(one, PhysicalAllocation)}
             # Not devices(), which would ask the driver while another trace listens.
             self.contexts = {one._context: one.index for one in known_devices() if one._context}
-            taps.add(self.driver)
-        self._running = True
         lifetime.watchers.append(self._note)
         self.start = perf_counter_ns()
-        taps.listeners.append(self._hear)
-        return self
+        taps.listen(self._hear)
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """End it, and write the file; if the block failed, and that fails, too, it is a note on the block's error."""
@@ -101,21 +105,16 @@ class Trace:
             end_block(error, partial(self.save, self.path))
 
     def end(self) -> None:
-        """Stop recording. Ending again does nothing."""
+        """Stop recording. Ending again does nothing, or what an interrupt has left."""
         if not self._running:
             return
-        self._running = False
-        self.stop = perf_counter_ns()
-        if self._hear in taps.listeners:  # a forked child has none
-            taps.listeners.remove(self._hear)
+        self.stop = self.stop or perf_counter_ns()
+        taps.leave(self._hear)
         if self._note in lifetime.watchers:
             lifetime.watchers.remove(self._note)
         if self._entered in drivers.on_enter:
             drivers.on_enter.remove(self._entered)
-        if not taps.listeners:
-            taps.clear()
-            if taps.add in drivers.on_enter:
-                drivers.on_enter.remove(taps.add)
+        self._running = False
 
     def save(self, path: FileLike) -> Path:
         """Write what was recorded so far as a Chrome trace, and return the path."""

@@ -6,9 +6,10 @@ memory is given back only when it has succeeded for every buffer of the call (in
 """
 
 from remap.residency.disk import DiskError
-from remap.residency.hostpool import HostPool, host_pool
+from remap.residency.hostpool import HostPool
 from remap.residency.migration import migrate
 from remap.residency.pausing import backup, pause
+from remap.residency.present import host_pool
 from remap.residency.results import HostPoolFigures, Moved
 from remap.residency.resuming import resume
 from remap.residency.tags import Group, footprint, group, groups

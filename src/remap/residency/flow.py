@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Self
 
+from remap import lifetime
 from remap.buffers.base import Buffer
 from remap.lifetime import Release, Step, undo
 from remap.locations import Device, device, in_context
@@ -14,7 +15,28 @@ from remap.residency.results import Progress
 from remap.types import Access, Location
 
 
-class Flow:
+class Owner:
+    """What queues, when it is collected, what it has not given back: where an interrupt came before that."""
+
+    # Not by a name of the module, which may be gone when the process ends.
+    _process = lifetime.Resource._process
+    _epoch = -1
+
+    def __init__(self) -> None:
+        self._epoch = lifetime.epoch()
+
+    def __del__(self) -> None:
+        process = self._process
+        if self._epoch == process.epoch and not process.ending:
+            steps = self._left()
+            if steps:
+                lifetime.queued.append(Release(0, steps))
+
+    def _left(self) -> list[Step]:
+        raise NotImplementedError
+
+
+class Flow(Owner):
     """Copies on a stream of each device, for the time of a `with` block, done in the order in which they were queued.
 
     `finish()` waits for them. Leaving the block destroys the streams; if the block fails, it waits for what was queued
@@ -30,6 +52,7 @@ class Flow:
         self._later: list[Step] = []
         self.total = total
         self.done = 0
+        super().__init__()
 
     def lane(self, at: Device) -> int:
         """Return the stream that copies of a device go over."""
@@ -132,10 +155,17 @@ class Flow:
             at, event, _ = self._marks.popleft()
             with at.current():
                 self._driver.destroy_event(event)
-        while self._lanes:
-            _, (at, lane) = self._lanes.popitem()
+        for at, lane in self.lanes:
             with at.current():
-                self._driver.destroy_stream(lane)
+                if at.index in self._lanes:  # noted before the call: an interrupt comes as it returns
+                    del self._lanes[at.index]
+                    self._driver.destroy_stream(lane)
+
+    def _left(self) -> list[Step]:
+        lanes, destroy = self.lanes, self._driver.destroy_event
+        self._lanes.clear()  # also for one that it was handed over to
+        steps: list[Step] = [(in_context, (at, destroy, event)) for at, event, _ in self._marks]
+        return steps + [(in_context, (at, self._driver.destroy_stream, lane)) for at, lane in lanes]
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -172,14 +202,16 @@ class Flow:
         self.report(size)
 
 
-class Window:
+class Window(Owner):
     """A second, temporary mapping of memory that one device may read and write."""
 
     def __init__(self, driver: Any, size: int) -> None:
+        super().__init__()
         self._driver = driver
-        self._size = size
+        self._release = Release(0, [])
         self.address: int = driver.reserve(size)
-        self._release = Release(0, self.ending)
+        where = (self.address, size)
+        self._release.steps += [(driver.unmap, where), (driver.free_range, where)]
 
     def show(self, handle: int, offset: int, size: int, at: Device) -> int:
         """Map a whole allocation, give the device its rights, and return the address."""
@@ -188,16 +220,14 @@ class Window:
         self._driver.set_access(address, size, ((at.location, Access.READ_WRITE),))
         return address
 
+    @lifetime.repeatable
     def close(self) -> None:
         """Unmap everything and free the addresses; the memory is of others. Closing again does what is left to do."""
         if not self._release.begun:
             self._release.run()
 
-    @property
-    def ending(self) -> list[Step]:
-        """The calls that close it."""
-        where = (self.address, self._size)
-        return [(self._driver.unmap, where), (self._driver.free_range, where)]
+    def _left(self) -> list[Step]:
+        return [] if self._release.begun else self._release.steps
 
 
 def window_on(driver: Any, address: int, size: int, at: Device) -> Window:

@@ -19,10 +19,9 @@ from functools import partial
 from itertools import count, islice
 from typing import Any
 
-from remap import drivers, lifetime
+from remap import lifetime
 from remap.drivers.powers import SupportsPinned
-from remap.errors import ClosedError, CudaResult, InUseError, InvalidValueError, RemapError, driver_error
-from remap.forks import in_child
+from remap.errors import ClosedError, CudaResult, ForkedError, InvalidValueError, RemapError, driver_error
 from remap.locations import Device, device
 from remap.residency import pages
 from remap.residency.arenas import SLAB, Arena, Asked, Extent, PageChoice, Slab, no_memory
@@ -39,7 +38,8 @@ class HostPool:
     def __init__(self, driver: Any, limit: int | None = None) -> None:
         self._driver = driver
         self._closed = False
-        self._lock = threading.Lock()
+        self._epoch = lifetime.epoch()
+        self._guard = threading.Lock()
         # One at a time: the driver locks no faster from several threads, and copies would have to wait for all of them.
         self._locking = threading.Lock()
         self._arenas: dict[int, Arena] = {}
@@ -56,7 +56,7 @@ class HostPool:
 
     def statistics(self) -> HostPoolFigures:
         """Return the figures of this moment."""
-        with self._lock:
+        with self._lock():
             held = [slab for arena in self._arenas.values() for slab in arena.slabs if slab.held]
             ready = sum(SLAB for slab in held if not slab.users)
             pinned = sum(SLAB for slab in held if slab.pinned)
@@ -70,7 +70,7 @@ class HostPool:
 
         Waits until the machine has it.
         """
-        with self._lock:
+        with self._lock():
             self._prepared = 0
             for slab in self._free():
                 slab.kept = False
@@ -80,7 +80,7 @@ class HostPool:
 
     def wait(self) -> None:
         """Wait until everything is done that is being prepared or given back in the background."""
-        with self._lock:
+        with self._lock():
             slabs = [slab for arena in self._arenas.values() for slab in arena.slabs]
             # The one before as well: an interrupt may have left the newest cancelled, which waits for nothing.
             jobs = [job for slab in slabs for job in (slab.filling, slab.job) if job]
@@ -94,7 +94,7 @@ class HostPool:
         """
         most = None if limit is None else parse_size(limit, "limit")
         ready = None if prepare is None else parse_size(prepare, "prepare")
-        with self._lock:
+        with self._lock():
             self._check()
             bound = self._limit if most is None else most
             least = self._prepared if ready is None else ready
@@ -120,7 +120,7 @@ class HostPool:
 
         All or none, put into `extents`, where its owner finds them after an interrupt. Raises `OutOfMemoryError`.
         """
-        with self._lock:
+        with self._lock():
             self._check()
             arena = self._arena(at)
             extents = [] if extents is None else extents
@@ -151,7 +151,7 @@ class HostPool:
 
     def give_all(self, extents: Iterable[Extent], keep: bool) -> None:
         """Take extents back as `give` does, those that are still lent, and decide once for all of them what goes."""
-        with self._lock:
+        with self._lock():
             for extent in extents:
                 if not extent.lent:
                     continue
@@ -172,10 +172,12 @@ class HostPool:
 
         Closing again does what an interrupt has left.
         """
-        with self._lock:  # who looks after this is refused, and who came before has begun what is waited for
+        with (
+            self._lock()
+        ):  # who looks after this is refused, and who came before has begun what is waited for
             self._closed = True
         self.wait()
-        with self._lock:
+        with self._lock():
             for arena in self._arenas.values():
                 for slab in arena.slabs:
                     self._unlock(slab)
@@ -185,11 +187,23 @@ class HostPool:
 
     def __repr__(self) -> str:
         """Return the figures in short; `statistics()` has all of them."""
+        if self._epoch != lifetime.epoch():
+            return "<remap.HostPool of the process that was forked>"
         found = self.statistics()
         told = f"{format_size(found.held)} held, {format_size(found.used)} used, {format_size(found.ready)} ready"
         told += f", {format_size(found.leaving)} leaving" if found.leaving else ""
         told += ", no limit" if found.limit is None else f", limit {format_size(found.limit)}"
         return f"<remap.HostPool: {told}{', closed' if self._closed else ''}>"
+
+    def _lock(self) -> threading.Lock:
+        """Return the lock; raises `ForkedError` in a forked child, where a thread may hold it that is not there."""
+        if self._epoch != lifetime.epoch():
+            raise ForkedError(
+                "use of host memory for backups that another process holds",
+                rule="its pool belongs to the process that was forked",
+                next_step="Call remap.host_pool() in the child",
+            )
+        return self._guard
 
     # -- under the lock --
 
@@ -317,7 +331,7 @@ class HostPool:
             pages.touch(slab.address, SLAB)
         except OSError as error:
             pages.discard(slab.address, SLAB)
-            with self._lock:
+            with self._lock():
                 if slab.job is job:  # else it is counted as gone already
                     slab.held = False
                     self._held -= SLAB
@@ -341,7 +355,7 @@ class HostPool:
         self._unlock(slab)
         if not slab.pinned:  # else the device goes on writing to these very pages, whatever comes to be here
             pages.discard(slab.address, SLAB)
-        with self._lock:
+        with self._lock():
             if slab.dropping is job:
                 slab.dropping = None
             self._leaving -= SLAB
@@ -355,65 +369,3 @@ class HostPool:
                 slab.pinned = False
             except RemapError as error:
                 self._notes[f"host memory could not be unlocked, and stays: {error}"] = None
-
-
-class _Pools:
-    """The pool of this process, for the present driver; a forked child begins with none."""
-
-    def __init__(self) -> None:
-        self.pool: HostPool | None = None
-        self.lock = threading.Lock()
-
-
-_pools = _Pools()
-
-
-def current_pool(driver: Any) -> HostPool:
-    """Return the pool for a driver, a new one where there is none; raises `InUseError` if the driver was left."""
-    with _pools.lock:
-        pool = _pools.pool
-        if pool is not None and pool._driver is driver and not pool._closed:
-            return pool
-        limit = None
-        if pool is not None:
-            # An interrupt came into closing it, or somebody asked for it while its driver was being left.
-            pool.close()
-            limit = pool.limit if pool._driver is driver else None
-        pool = _pools.pool = HostPool(driver, limit)
-        # Only now: who leaves a driver says so first, and closes then what pool there is.
-        if id(driver) in lifetime.left:
-            _pools.pool = None
-            rule = "another thread has changed the driver, or closed it"
-            raise InUseError("host memory for backups", rule=rule, next_step="Ask again, of the new driver")
-        return pool
-
-
-def host_pool(*, limit: Size | None = None, prepare: Size | None = None) -> HostPool:
-    """Return the pool of host memory of this process, after setting what is given.
-
-    `limit` bounds the bytes it may hold: what is free beyond it goes back, kept or not. `prepare` bytes are got ready
-    in the background, near the fastest device (touched by several threads, in large pages where the system has them,
-    and page-locked), and kept from then on: pauses that fit into them run at the speed of the link from the first one
-    on. `prepare=0` ends that. Raises `OutOfMemoryError` where the machine cannot give so much.
-    """
-    pool = current_pool(drivers.current())
-    if limit is not None or prepare is not None:
-        pool.configure(limit, prepare)
-    return pool
-
-
-def _leave(_: Any) -> None:
-    """Give the pool back before its driver goes; nothing can use it then."""
-    with _pools.lock:
-        pool = _pools.pool
-        if pool is not None:
-            pool.close()
-            _pools.pool = None
-
-
-def _renew() -> None:
-    _pools.pool, _pools.lock = None, threading.Lock()
-
-
-in_child(_renew)
-drivers.on_leave(_leave)

@@ -19,7 +19,7 @@ from remap.locations import Device, LocationLike, device, location
 from remap.ranges import Chunk, grant
 from remap.residency.families import Carriers, carried, carriers
 from remap.residency.flow import Flow, Window, actor
-from remap.residency.hostpool import current_pool
+from remap.residency.present import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.targets import (
     Targets,
@@ -148,8 +148,11 @@ class _Move:
         """Create memory at the new place and queue the copies to it."""
         driver, buffer, shares = self._driver, self.buffer, shares_of(self.buffer)
         for chunk in () if buffer._paused else self.chunks:
-            self._old[chunk.address] = driver.retain(chunk.address)
-            rollback.undo(driver.release, self._old[chunk.address])
+            handle = driver.retain(chunk.address)
+            rollback.steps += [
+                (driver.release, (handle,))
+            ]  # not with `undo`, where an interrupt could come first
+            self._old[chunk.address] = handle
         if not self.size:
             return
         properties = buffer.properties.at(self._place)
@@ -159,8 +162,8 @@ class _Move:
         for chunk in self._carried:
             with driver.lock:
                 handle = create_handle(driver, chunk.size, properties)
+                rollback.steps += [(driver.release, (handle,))]
                 self._new[chunk.address] = handle
-                rollback.undo(driver.release, handle)
                 if chunk.address in shares:
                     self._common[shares[chunk.address]] = handle
                 at = self._copier(chunk)
@@ -202,7 +205,7 @@ class _Move:
     @property
     def leftovers(self) -> list[Step]:
         """The calls that give back what is not needed any more; the old memory goes with them."""
-        steps: list[Step] = [] if self._window is None else self._window.ending
+        steps: list[Step] = [] if self._window is None else [(self._window.close, ())]
         handles = (*self._new.values(), *self._old.values())
         return steps + [(self._driver.release, (handle,)) for handle in handles]
 

@@ -21,7 +21,7 @@ from remap.residency.arenas import Extent
 from remap.residency.disk import DiskFile, backup_directory, check_space
 from remap.residency.families import Carriers, carried, carried_bytes, carriers, note_sources, reclaim
 from remap.residency.flow import Flow, near
-from remap.residency.hostpool import current_pool
+from remap.residency.present import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.stores import Asleep, FileJobs, Keep, asleep
 from remap.residency.targets import (

@@ -14,8 +14,8 @@ from remap.lifetime import Rollback, drain, end_block, undo
 from remap.residency.families import carried, carriers, forget_sole
 from remap.residency.feed import Worker
 from remap.residency.flow import Flow
-from remap.residency.hostpool import current_pool
 from remap.residency.portions import Carried, Portion, at_first, cut
+from remap.residency.present import current_pool
 from remap.residency.results import Moved, Progress
 from remap.residency.stores import Asleep, FileJobs, Keep, asleep, drop_all
 from remap.residency.targets import (
@@ -213,6 +213,7 @@ class _Attempt:
         """Bring everything, and give the backups back."""
         with Rollback() as rollback:
             self._unmap_stale()
+            rollback.undo(_say_stale, self._backups)
             with Flow(self._driver, self._total, self._progress) as flow:
                 self._bring(self._created(rollback), flow, rollback, wait=True)
                 self._say_awake(rollback)
@@ -229,6 +230,7 @@ class _Attempt:
             worker = Worker()
             with Rollback() as rollback:
                 self._unmap_stale()
+                rollback.undo(_say_stale, self._backups)
                 with Flow(self._driver, self._total, None) as flow:
                     for portion in self._portions:
                         portion.prepare(self._driver, flow, rollback, self._poison)
@@ -299,6 +301,12 @@ class _Attempt:
             for buffer in self._buffers:
                 buffer._paused = ""
                 buffer._backup = None
+
+
+def _say_stale(backups: Iterable[Asleep]) -> None:
+    """Let the next resume unmap first what this one had mapped: undoing that may fail, too."""
+    for backup in backups:
+        backup.stale = True
 
 
 def _put_to_sleep(buffers: Iterable[Buffer], backups: Iterable[Asleep]) -> None:

@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeAlias
 from remap import lifetime
 from remap.buffers.base import Buffer
 from remap.errors import InvalidValueError
-from remap.lifetime import Release, undo
+from remap.lifetime import Release, Step, undo
 from remap.locations import Device
 from remap.residency.arenas import SLAB, Extent
 from remap.residency.disk import DiskFile
-from remap.residency.flow import Flow
+from remap.residency.flow import Flow, Owner
 from remap.residency.hostpool import HostPool
 from remap.sizes import MiB, round_up
 
@@ -127,7 +127,7 @@ def asleep(buffer: Buffer) -> Asleep:
     return found
 
 
-class FileJobs:
+class FileJobs(Owner):
     """Copies between device memory and files, by way of staging memory, with several threads side by side.
 
     Each thread has a piece of pinned memory and a stream, and does one piece after the other: read and copy, or copy
@@ -142,6 +142,8 @@ class FileJobs:
         self._jobs: deque[tuple[Device, int, DiskFile, int, int]] = deque()
         self._bytes = 0
         self._stop = False
+        self._staging: list[Extent] = []
+        super().__init__()
 
     def add(self, at: Device, address: int, file: DiskFile, offset: int, size: int) -> None:
         """Note a copy to be made by `run`."""
@@ -155,14 +157,16 @@ class FileJobs:
         count = _READERS if self._bytes > _READERS * 2 * MiB else 1
         piece = min(round_up(-(-self._bytes // count), 2 * MiB), SLAB)
         self._cut(piece)
-        staging = self._pool.take([piece] * min(count, len(self._jobs)), self._jobs[0][0])
         told: SimpleQueue[int | BaseException | None] = SimpleQueue()
-        threads = [
-            threading.Thread(target=self._work, args=(extent, told), name="remap-disk", daemon=True)
-            for extent in staging
-        ]
+        staging = self._staging
+        threads: list[threading.Thread] = []
         first: BaseException | None = None
         try:
+            self._pool.take([piece] * min(count, len(self._jobs)), self._jobs[0][0], staging)
+            threads += [
+                threading.Thread(target=self._work, args=(extent, told), name="remap-disk", daemon=True)
+                for extent in staging
+            ]
             for thread in threads:
                 thread.start()
             left = len(threads)
@@ -180,10 +184,13 @@ class FileJobs:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            for extent in staging:
-                self._pool.give(extent, keep_host)
+            self._pool.give_all(staging, keep_host)
         if first is not None:
             raise first
+
+    def _left(self) -> list[Step]:
+        lent = [extent for extent in self._staging if extent.lent]
+        return [(self._pool.give_all, (lent, False))] if lent else []
 
     def _cut(self, piece: int) -> None:
         whole, self._jobs = self._jobs, deque()

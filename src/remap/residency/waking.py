@@ -231,6 +231,8 @@ class Waking(Resource):
     @property
     def result(self) -> Moved:
         """What was done, once this is closed; the figures of this moment before that."""
+        if self._result is None:
+            self._check_process()  # its figures are those of the parent's pool
         return self._result or self._measure()
 
     def close(self) -> None:

@@ -179,9 +179,12 @@ class Point:
 
     def after(self, mark: Mark) -> bool:
         """Tell whether this work comes after a mark."""
-        if mark.stream is self.stream:
-            return self.number > mark.number
-        return mark.settled or self.covers(mark.stream, mark.number)
+        return all(
+            self.number > number
+            if stream is self.stream
+            else number <= stream.known or self.covers(stream, number)
+            for stream, number in mark.needs()
+        )
 
     def before(self, mark: Mark) -> bool:
         """Tell whether this work comes before a mark."""
