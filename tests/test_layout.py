@@ -40,6 +40,7 @@ LAYERS = (
         "dtypes",
         "sizes",
         "errors",
+        "hints",
         "loading",
         "forks",
         "registers",
