@@ -41,6 +41,7 @@ LAYERS = (
         "dtypes",
         "sizes",
         "errors",
+        "hints",
         "loading",
         "forks",
         "registers",

@@ -15,6 +15,7 @@ from remap.dtypes import ADDED, parse_dtype
 from remap.errors import AccessError, AlignmentError, InvalidValueError
 from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
+from remap.hints import MOVES, hinted
 from remap.locations import Device, device
 from remap.sizes import Size, parse_offset
 from remap.streams import Queue, StreamLike, default_handle
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 
+@hinted(data_ptr="address", export="remap.export(array)", ptr="address", **MOVES)
 class DeviceArray:
     """Memory of a buffer or a mapping as elements of one type in a contiguous shape. Made by `.array()`.
 

@@ -14,6 +14,7 @@ from remap import drivers
 from remap.drivers.memory_types import probe
 from remap.drivers.protocol import Driver
 from remap.errors import InvalidValueError, OutOfMemoryError, RemapError, not_supported
+from remap.hints import hinted
 from remap.lifetime import drain, queued
 from remap.sizes import KiB, MiB, counted, format_size
 from remap.types import (
@@ -33,6 +34,7 @@ from remap.types import (
 )
 
 
+@hinted(free="memory().free", sync="synchronize()", total="memory().total")
 class Device:
     """One device of the current driver. Made by `remap.device`; two with the same number are equal.
 

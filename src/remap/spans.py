@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from remap.dtypes import check_order, parse_dtype
 from remap.errors import AccessError, ContextLostError, InvalidValueError, KernelError, RemapError
+from remap.hints import hinted
 from remap.launches import MemoryUse, launches
 from remap.lifetime import tell, undo, watchers
 from remap.locations import Device, device
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["Chunk", "Span"]
 
 
+@hinted(
+    data_ptr="address",
+    export="remap.export(memory)",
+    free="close()",
+    handle="address",
+    nbytes="size",
+    numpy="to_host(dtype) for a copy, or array(dtype).numpy() where the CPU may look",
+    ptr="address",
+)
 class Span(Range):
     """A range of mapped addresses that can be filled, copied and viewed: the base of mappings and of every buffer."""
 

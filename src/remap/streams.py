@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 from remap.drivers.protocol import DEFAULT_STREAM, PER_THREAD_STREAM
 from remap.ends import End
 from remap.errors import CudaResult, DriverError, InUseError, InvalidValueError
+from remap.hints import hinted
 from remap.launches import launches
 from remap.lifetime import Description, Release, Resource, Rollback
 from remap.locations import Device, DeviceLike, device, in_context
@@ -97,6 +98,7 @@ class StreamCalls:
         return 0, self.handle
 
 
+@hinted(sync="synchronize()")
 class Stream(Resource, StreamCalls):
     """A queue of work on one device that runs in order.
 
@@ -152,6 +154,7 @@ def default_stream(at: DeviceLike | None = None) -> DefaultStream:
     return DefaultStream(device(at))
 
 
+@hinted(query="done", sync="synchronize()")
 class Event(Resource):
     """A mark in a stream that hosts and other streams can wait for. Source: cuEventCreate."""
 

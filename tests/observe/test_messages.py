@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
@@ -211,6 +212,40 @@ def test_misspelt_names(name: str, said: str) -> None:
     vars(remap).pop("testing", None)
     with pytest.raises(AttributeError, match=re.escape(said)):
         getattr(remap, name)
+
+
+def test_names_that_objects_do_not_have() -> None:
+    """What the functions of remap, CUDA and other libraries make one expect of an object leads to what it is here."""
+    with (
+        remap.ElasticBuffer("4MiB") as cache,
+        remap.DeviceBuffer.zeroed(4) as typed,
+        remap.Stream() as stream,
+        stream.record() as event,
+    ):
+        array = cache.array(shape=0)
+        wanted: list[tuple[object, dict[str, str]]] = [
+            (cache, {"grow": "resize(size)", "pause": "remap.pause(buffer)", "data_ptr": "address"}),
+            (cache, {"export": "remap.export(memory)", "nbytes": "size", "migrate": "remap.migrate(buffer"}),
+            (typed, {"pause": "remap.pause(buffer)", "ptr": "address"}),
+            (array, {"resume": "remap.resume(buffer)", "data_ptr": "address"}),
+            (remap.DeviceBuffer, {"zeros": "zeroed(shape, dtype)"}),
+            *((one, {"sync": "synchronize()"}) for one in (stream, event, remap.device())),
+        ]
+        for thing, names in wanted:
+            for name, said in names.items():
+                with pytest.raises(
+                    AttributeError, match=rf"has no attribute '{name}': use {re.escape(said)}"
+                ):
+                    getattr(thing, name)
+                assert not hasattr(thing, name)
+                if not isinstance(thing, type):
+                    assert name not in dir(thing)
+                found = re.match(r"(remap\.)?(\w+)", said)
+                assert found
+                assert hasattr(remap if found[1] else thing, found[2]), "what is named instead exists"
+        assert {"resize", "address", "_check"} <= set(dir(cache))
+        assert typed.nbytes == 16
+        assert copy.copy(array).address == array.address
 
 
 def test_names_that_resemble_nothing() -> None:

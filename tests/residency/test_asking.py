@@ -222,7 +222,7 @@ def test_groups_whose_blocks_end_in_another_order(stage: Stage) -> None:
 def test_a_group_is_not_its_block(stage: Stage) -> None:
     """What begins a block says where the group is, to who takes it for that; a group goes through its buffers."""
     del stage
-    block = remap.group("of a block")
+    block: Any = remap.group("of a block")
     with pytest.raises(
         AttributeError, match=r"is a block, .* has no 'pause'; .*remap\.groups\(\)\['of a block'\]"
     ):

@@ -17,6 +17,7 @@ from remap.buffers.placement import Placement, one_place, place
 from remap.buffers.registrations import Registration
 from remap.errors import InUseError, OutOfMemoryError, PausedError, RemapError
 from remap.handles import create_handle, parse_alignment, reserve_range
+from remap.hints import MOVES, hinted
 from remap.launches import launches
 from remap.lifetime import Description, Release, Rollback, call_all, drain, queued, undo
 from remap.locations import LocationLike, RightLike
@@ -31,6 +32,7 @@ SHARED = "it was exported or opened, and others whom remap cannot know of may st
 SHARED_STEP = "Pass detach=True if nobody does, or if they may keep what they have"
 
 
+@hinted(**MOVES)
 class Buffer(Span):
     """Memory striped over its resident locations under one address. Made by `remap.allocate`.
 

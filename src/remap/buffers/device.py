@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.buffers.sources import Source, take
 from remap.buffers.typed import OwnedMemory, Shape, extent, from_list, place_of
+from remap.hints import hinted
 from remap.locations import DeviceLike
 from remap.spans import host_array
 from remap.streams import StreamLike
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
+@hinted(from_numpy="from_host(array)", zeros="zeroed(shape, dtype)")
 class DeviceBuffer(OwnedMemory):
     """Typed memory on one device. Closing it waits for the streams that used it, as far as they have not passed yet.
 

@@ -17,6 +17,7 @@ from remap.chunks.pool import ChunkPool
 from remap.chunks.sizes import ChunkLike, parse_chunk
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import parse_alignment
+from remap.hints import hinted
 from remap.launches import launches
 from remap.lifetime import Description, drain, epoch, queued, undo
 from remap.locations import LocationLike, RightLike
@@ -34,6 +35,7 @@ _NOBODY = Doomed((), (), [])
 _NO_BYTES = _NO_CHUNKS = (0, 0)
 
 
+@hinted(grow="resize(size)", shrink="resize(size)")
 class ElasticBuffer(ForkingBuffer):
     """Memory that grows and shrinks under one address, and needs to be backed only where it is used.
 

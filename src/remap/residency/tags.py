@@ -120,13 +120,16 @@ class GroupBlock(ContextDecorator, AbstractContextManager[Group]):
     ) -> None:
         self._gathering.__exit__(kind, error, trace)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Say what it is, to who takes it for the group."""
-        named = f"remap.group({self.__dict__.get('_tag')!r})"
-        raise AttributeError(
-            f"{named} is a block, `with {named} as group:`, and has no {name!r}; the group of that tag is "
-            f"remap.groups()[{self.__dict__.get('_tag')!r}], and remap.pause and others take the tag"
-        )
+    if not TYPE_CHECKING:  # a type checker says by itself what is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what it is, to who takes it for the group."""
+            tag = self.__dict__.get("_tag")
+            named = f"remap.group({tag!r})"
+            raise AttributeError(
+                f"{named} is a block, `with {named} as group:`, and has no {name!r}; the group of that tag is "
+                f"remap.groups()[{tag!r}], and remap.pause and others take the tag"
+            )
 
     def __repr__(self) -> str:
         return f"<the block remap.group({self._tag!r})>"
