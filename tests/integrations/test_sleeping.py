@@ -432,7 +432,7 @@ def test_shared_memory_does_not_sleep(machine: Any) -> None:
     exported = machine.export(tensor)
     assert (exported.dtype, exported.shape, exported.strides) == ("float32", (100,), (1,))
     assert machine.status()["shared"].shared == 1
-    with pytest.raises(remap.InUseError, match="other processes"):
+    with pytest.raises(remap.InUseError, match="exported or opened"):
         machine.sleep("shared")
     assert float(tensor.sum()) == 400
     machine.sleep("shared", detach=True)
