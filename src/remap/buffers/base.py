@@ -109,6 +109,11 @@ class Buffer(Span):
         return Registration(self, by)
 
     @property
+    def registrations(self) -> tuple[Registration, ...]:
+        """Who has registered the memory, and has not closed that yet: also what nobody else holds any more."""
+        return self._registrations
+
+    @property
     def chunks(self) -> tuple[Chunk, ...]:
         """Every (address, size, location) behind this buffer, in order.
 
@@ -153,7 +158,7 @@ class Buffer(Span):
             raise InUseError(
                 f"{self.describe()} to be {doing}",
                 rule=f"its memory is registered with {holders}, which would go on using it",
-                next_step="Deregister it there, and close its Registration, first",
+                next_step="Deregister it there, and close its Registration (buffer.registrations), first",
             )
 
     def _check_closable(self) -> None:
