@@ -19,13 +19,13 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, Self
 
-from remap.blocks import Noted, noted
+from remap.blocks import Noted, block, noted
 from remap.cards import card
 from remap.errors import (
     ClosedError,
@@ -380,7 +380,7 @@ def epoch() -> int:
     return _process.epoch
 
 
-@contextmanager
+@block
 def capturing() -> Generator[None]:
     """Hold queued releases back while a capture runs that remap knows of."""
     _process.captures += 1

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from remap.blocks import block
 from remap.errors import AccessError, ForkedError, InUseError, InvalidValueError, PausedError
 from remap.launches import launches
 from remap.lifetime import Release, Resource, Rollback, tell, undo, watchers
@@ -303,7 +304,7 @@ class Range(Resource):
         if self._known_uses:
             self._known_uses.wait(self.accessing, f"{asked} of {self.describe()}")
 
-    @contextmanager
+    @block
     def _taking(self, doing: str, blind: bool = True) -> Generator[None]:
         """Exclude all other operations for a block that takes the memory away; `doing` is a past participle.
 

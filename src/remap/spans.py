@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from remap.blocks import block
 from remap.dtypes import check_order, parse_dtype
 from remap.errors import AccessError, ContextLostError, InvalidValueError, KernelError, RemapError
 from remap.hints import hinted
@@ -199,7 +199,7 @@ class Span(Range):
             )
         return offset, size
 
-    @contextmanager
+    @block
     def _using(
         self,
         asked: str,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import remap
 from remap import lifetime
 
-from .test_every_interrupt import GRANULE, SIZE, driver, every
+from .test_every_interrupt import GRANULE, SIZE, Interrupted, driver, every
 
 __all__ = ["driver"]  # the fixture of these tests, too
 
@@ -174,3 +176,62 @@ def test_interrupted_runs() -> None:
         runs += [chain.run(), chain.run()]
         assert runs[0].stream is not runs[1].stream, done.where
         runs.pop().wait()
+
+
+BEGINNINGS: dict[str, Callable[[remap.ElasticBuffer], object]] = {
+    "fill": lambda one: one.fill(1),
+    "resize": lambda one: one.resize(2 * GRANULE),
+    "shrink": lambda one: one.resize(0),
+    "pause": remap.pause,
+    "migrate": lambda one: remap.migrate(one, 1),
+    "set_access": lambda one: one.set_access({0: "r"}),
+}
+
+
+@pytest.mark.parametrize("act", BEGINNINGS)
+def test_blocks_that_were_interrupted_as_they_began(act: str) -> None:
+    """Nothing stays under way between a block's generator and the block, also while the traceback lives (5, 13)."""
+    for nth in range(1, 100):
+        with remap.ElasticBuffer(4 * GRANULE, device=0, chunk=GRANULE) as buffer:
+            buffer.resize(GRANULE)
+            left = [nth]
+
+            def begun(frame: FrameType, event: str, _: object, left: list[int] = left) -> None:
+                code = frame.f_code
+                if (
+                    event == "c_return"
+                    and code.co_filename == contextlib.__file__
+                    and code.co_name == "__enter__"
+                ):
+                    left[0] -= 1
+                    if not left[0]:
+                        sys.setprofile(None)
+                        raise Interrupted
+
+            kept: BaseException | None = None
+            sys.setprofile(begun)
+            try:
+                BEGINNINGS[act](buffer)
+            except Interrupted as error:
+                kept = error
+            finally:
+                sys.setprofile(None)
+            remap.pause(buffer)
+            remap.resume(buffer)
+            buffer.close()
+        if kept is None:
+            assert nth > 1, "it was not interrupted at all"
+            return
+    pytest.fail("it has no end")
+
+
+def test_a_dropped_registration_can_be_found() -> None:
+    """Where nobody holds what keeps a buffer from closing, the buffer does."""
+    with remap.allocate(SIZE) as buffer:
+        buffer.registered("NCCL")
+        with pytest.raises(remap.InUseError, match=r"buffer\.registrations"):
+            buffer.close()
+        for one in buffer.registrations:
+            assert one.by == "NCCL"
+            one.close()
+        assert buffer.registrations == ()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
 
+from remap.blocks import block
 from remap.buffers.base import SHARED, SHARED_STEP, Buffer
 from remap.buffers.shares import Share
 from remap.errors import InUseError
@@ -28,7 +28,7 @@ class ChangingBuffer(Buffer):
     # An interrupt comes where a call returns, leaving a lock included. So what is set is set inside the block that
     # resets it, and reset without a call: a buffer that is "being paused" for ever could not even be closed.
 
-    @contextmanager
+    @block
     def _change(self, doing: str) -> Generator[None]:
         """Exclude other changes for a block; `doing` is a past participle. Uses go on."""
         begun = False
@@ -54,7 +54,7 @@ class ChangingBuffer(Buffer):
             if begun:
                 self._changing = ""
 
-    @contextmanager
+    @block
     def _taking(self, doing: str, blind: bool = True) -> Generator[None]:
         """Exclude changes and uses for a block of another room that takes the memory away, or gives it back."""
         begun = False
@@ -69,7 +69,7 @@ class ChangingBuffer(Buffer):
             if begun:
                 self._changing = ""
 
-    @contextmanager
+    @block
     def _excluding(self, doing: str, *, detach: bool | None = None) -> Generator[None]:
         """Exclude uses, and arrays of other libraries, for a part of a change that takes memory or rights away.
 

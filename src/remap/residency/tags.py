@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from remap.arrays import DeviceArray
+from remap.blocks import block
 from remap.buffers.base import Buffer
 from remap.buffers.shares import footprint as footprint_of
 from remap.buffers.sources import mapped_only
@@ -135,7 +136,7 @@ class GroupBlock(ContextDecorator, AbstractContextManager[Group]):
         return f"<the block remap.group({self._tag!r})>"
 
 
-@contextmanager
+@block
 def _gather(tag: str) -> Generator[Group]:
     found = _groups.setdefault(tag, Group(tag))
     with on_creation(found._add), mapped_only():

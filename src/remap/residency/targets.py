@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeAlias, cast
 
 from remap.arrays import DeviceArray
+from remap.blocks import block
 from remap.buffers.base import SHARED, SHARED_STEP, Buffer
 from remap.buffers.changes import shares_of
 from remap.buffers.shares import Share
@@ -113,7 +114,7 @@ def _buffers(target: Any) -> tuple[Buffer, ...]:
     raise TypeError(f"buffers, groups and tags can sleep and move, not {type(target)}")
 
 
-@contextmanager
+@block
 def held(
     buffers: Collection[Buffer],
     doing: str,
