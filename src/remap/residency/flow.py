@@ -142,7 +142,7 @@ class Flow(Owner):
         if self._later:
             self.finish()
         taken = Flow(self._driver, self.total, None)
-        taken._lanes = self._lanes
+        taken._lanes, taken._epoch = self._lanes, -1  # its finaliser would take them from under this one
         return taken
 
     def forget(self) -> None:
@@ -163,7 +163,6 @@ class Flow(Owner):
 
     def _left(self) -> list[Step]:
         lanes, destroy = self.lanes, self._driver.destroy_event
-        self._lanes.clear()  # also for one that it was handed over to
         steps: list[Step] = [(in_context, (at, destroy, event)) for at, event, _ in self._marks]
         return steps + [(in_context, (at, self._driver.destroy_stream, lane)) for at, lane in lanes]
 
