@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from remap.kernels import ir
+from remap.kernels.advice import instead_of_setting
 from remap.kernels.bindings import Bindings
 from remap.kernels.effects import acts, may_fail
 from remap.kernels.expressions import BINARY, element_type
@@ -156,7 +157,8 @@ class Assignments(Bindings):
                     )
                 self.store_at(node, found.array, (found.index,), value, before)
             case _:
-                raise self.error(node, ast.unparse(target), "a kernel cannot assign to this")
+                rule = "a kernel cannot assign to this"
+                raise self.error(node, ast.unparse(target), rule, instead_of_setting(target))
 
     def store(
         self,
@@ -245,7 +247,8 @@ class Assignments(Bindings):
                 before, new = self.inside(partial(self.combined, node, old, op, value))
                 self.store_at(node, found.array, (found.index,), new, before)
                 return
-        raise self.error(node, ast.unparse(target), "a kernel cannot assign to this")
+        rule = "a kernel cannot assign to this"
+        raise self.error(node, ast.unparse(target), rule, instead_of_setting(target))
 
     def combined(self, node: ast.AugAssign, old: ir.Expr, op: ast.operator, value: ast.expr) -> ir.Expr:
         """Return the new value of `x op= v` in the type of x."""

@@ -14,12 +14,13 @@ import numpy as np
 
 from remap.errors import CompileError
 from remap.kernels import ir
+from remap.kernels.advice import called_here, instead_of_calling
 from remap.kernels.elements import Elements
 from remap.kernels.expressions import element_type, whole_number
 from remap.kernels.index import INTRINSICS
 from remap.kernels.ir import BOOL, FLOAT, INT, Array, Record, Scalar, Space, Type, promote
 from remap.kernels.reading import MISSING, Source, scalar_of
-from remap.kernels.scope import ElementOf, called_here
+from remap.kernels.scope import ElementOf
 from remap.sizes import counted
 
 _EXACT: dict[Any, str] = {
@@ -111,7 +112,7 @@ class Calls(Elements):
             node,
             f"{path}()",
             "a kernel cannot call it",
-            "It takes functions written in Python, and those of docs/kernels.md",
+            instead_of_calling(target),
         )
 
     def counted(self, node: ast.Call, path: str, count: int) -> list[ir.Expr]:

@@ -282,13 +282,13 @@ class Expressions(Scope):
 
     def compare(self, node: ast.Compare) -> ir.Expr:
         """Return a comparison; of chained ones, the next is worked out only if those before it hold."""
-        names = [_COMPARE.get(type(op)) for op in node.ops]
+        names = [_COMPARE[type(op)] for op in node.ops if type(op) in _COMPARE]
+        if len(names) < len(node.ops):
+            raise self.refuse(node)
         left, right = self.numbers((node.left, node.comparators[0]))
         found: ir.Expr | None = None
         behind = False
         for number, name in enumerate(names):
-            if name is None:
-                raise self.refuse(node)
             body: ir.Block = []
             if number:
                 left = right

@@ -280,11 +280,14 @@ class Frame:
         lane = int(bad.argmax())
         place = ", ".join(str(int(index[lane])) for index in every)
         shape = " × ".join(map(str, memory.extents))
+        only_read = (
+            not memory.writable and not memory.per_block
+        )  # of the others a number reads without a default
         return self.batch.error(
             line,
             f"{self._who(selection, lane)}: {memory.name}[{place}]",
             f"the array has {shape} elements, and nothing lies there",
-            "Check the index first, or use .get(index, default)",
+            "Check the index first" + ", or use .get(index, default)" * only_read,
         )
 
     def _who(self, selection: Selection, lane: int) -> str:

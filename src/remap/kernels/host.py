@@ -123,6 +123,8 @@ class HostWriter:
             self.statement(one, lanes)
             if number + 1 < len(block) and jumps(one):
                 self.forget(lanes)
+                # Not one inside of the other: Python takes a hundred levels.
+                self.indent = depth
                 self.put(f"if {lanes} is not NONE:")
                 self.indent += 1
         self.indent = depth
@@ -181,18 +183,37 @@ class HostWriter:
             )
 
     def choose(self, one: ir.If, lanes: str) -> None:
-        """Write a choice: one side after the other."""
+        """Write a choice: one side after the other; one that ends the other side, such as an `elif`, after it."""
         yes, no = self.new("y"), self.new("n")
-        leaves = jumps(one)
         self.put(f"{yes}, {no} = split({self.value(one.test, lanes)}, {lanes})")
-        for name, block in ((yes, one.body), (no, one.orelse)):
-            if block:
-                self.put(f"if {name} is not NONE:")
-                self.indent += 1
-                self.block(block, name)
-                self.indent -= 1
-        if leaves:
-            self.put(f"{lanes} = union({yes}, {no}, {lanes}, f.count)")
+        self.side(one.body, yes)
+        unions = [f"{lanes} = union({yes}, {no}, {lanes}, f.count)"] if jumps(one) else []
+        while one.orelse:
+            *first, last = one.orelse
+            if not isinstance(last, ir.If) or any(map(jumps, first)):
+                self.side(one.orelse, no)
+                break
+            one, lanes = last, no
+            yes, no = self.new("y"), self.new("n")
+            self.put(f"{yes}, {no} = NONE, NONE")
+            self.put(f"if {lanes} is not NONE:")
+            self.indent += 1
+            self.block(first, lanes)
+            self.put(f"{yes}, {no} = split({self.value(one.test, lanes)}, {lanes})")
+            self.indent -= 1
+            self.side(one.body, yes)
+            if jumps(one):
+                unions.append(f"{lanes} = union({yes}, {no}, {lanes}, f.count)")
+        for union_ in reversed(unions):
+            self.put(union_)
+
+    def side(self, block: ir.Block, lanes: str) -> None:
+        """Write one side of a choice."""
+        if block:
+            self.put(f"if {lanes} is not NONE:")
+            self.indent += 1
+            self.block(block, lanes)
+            self.indent -= 1
 
     def loop(self, one: ir.While, lanes: str) -> None:
         """Write a loop, which goes on with the lanes that are left."""

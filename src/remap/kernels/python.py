@@ -177,7 +177,8 @@ class PythonKernel:
             if self._source is None:
                 self._source = Source(self.function)
             types = parameter_types(self._source, arguments)
-            made = Variant(self._source, *type_kernel(self._source, types, self._fma))
+            with self._source.shallow():
+                made = Variant(self._source, *type_kernel(self._source, types, self._fma))
             # Replaced, never changed: launches of other threads may be reading it.
             self._variants[key] = [*self._variants.get(key, ()), made]
             return made

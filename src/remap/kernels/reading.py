@@ -10,7 +10,8 @@ import dis
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,9 +34,10 @@ class Source:
     def __init__(self, function: Callable[..., Any], what: str = "kernel") -> None:
         self.function = function
         self.name = getattr(function, "__name__", repr(function))
+        self.title = f"{what} {self.name}"
         self.file = "?"
         if not isinstance(function, types.FunctionType):
-            raise CompileError(f"{what} {self.name}", rule="it is not a function written in Python")
+            raise CompileError(self.title, rule="it is not a function written in Python")
         self.code = code = function.__code__
         self.file = code.co_filename
         # Not of the function itself: behind a decorator `inspect` would show what that was given (`functools.wraps`).
@@ -44,7 +46,7 @@ class Source:
             lines, first = inspect.getsourcelines(bare)
         except (OSError, TypeError):
             raise CompileError(
-                f"{what} {self.name}",
+                self.title,
                 rule="its source text is missing, and a kernel is compiled from its source",
                 next_step="Define it in a file or a notebook cell; not with exec, nor by piping a script into Python",
             ) from None
@@ -56,7 +58,7 @@ class Source:
         except SyntaxError as error:  # a lambda inside a larger expression
             raise self.error(
                 first,
-                f"{what} {self.name}",
+                self.title,
                 f"its source cannot be read alone ({error.msg})",
                 "Write it with def, in lines of its own",
             ) from None
@@ -64,23 +66,25 @@ class Source:
         if inside and isinstance(tree, ast.If):
             tree = tree.body[0]
         ast.increment_lineno(tree, first - 1 - inside)
-        if code.co_name != "<lambda>" and not _is_source_of(tree, code):
+        self.line = tree.lineno
+        with self.shallow():
+            is_source = code.co_name == "<lambda>" or _is_source_of(tree, code)
+        if not is_source:
             raise self.error(
                 first,
-                f"{what} {self.name}",
+                self.title,
                 "its file has changed since it was imported, and a kernel is compiled from its source",
                 "Import it again (importlib.reload), or start anew",
             )
         if not isinstance(tree, ast.FunctionDef):
-            raise self.error(tree, f"{what} {self.name}", "it has to be a plain function, written with def")
+            raise self.error(tree, self.title, "it has to be a plain function, written with def")
         self.tree = tree
-        self.line = tree.lineno
         arguments = tree.args
         if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
             wrapped = getattr(function, "__wrapped__", None)
             raise self.error(
                 tree,
-                f"{what} {self.name}",
+                self.title,
                 "its parameters are plain ones, without *, ** or defaults",
                 "A decorator has put it there: use the function without that" if wrapped is not None else "",
             )
@@ -162,6 +166,21 @@ class Source:
                 f"annotation {text}",
                 f"it means nothing here ({error})",
                 f"{step} (from __future__ import annotations)" if isinstance(error, NameError) else "",
+            ) from None
+
+    @contextmanager
+    def shallow(self) -> Generator[None]:
+        """Raise `CompileError` where a block meets Python's own limits of what can stand inside of one another."""
+        try:
+            yield
+        except (RecursionError, SyntaxError) as error:
+            if isinstance(error, SyntaxError) and not str(error).startswith("too many"):
+                raise
+            raise self.error(
+                self.line,
+                self.title,
+                "too much of it stands inside of one another: branches, or the terms of one expression",
+                "Divide it: give parts of an expression names, move branches into functions, or read an array",
             ) from None
 
     def error(self, where: ast.AST | int, what: str, rule: str, next_step: str = "") -> CompileError:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from remap.errors import CompileError
 from remap.kernels import ir
+from remap.kernels.advice import called_here, instead_of
 from remap.kernels.index import _Axes
 from remap.kernels.ir import INT, Record, Type, value_type
 from remap.kernels.reading import MISSING, Reference, Source, type_of_value
@@ -169,35 +170,6 @@ class Scope:
 
     def refuse(self, node: ast.AST) -> CompileError:
         """Return the error for a part of Python that kernels do not have."""
-        what, kind, step = ast.unparse(node).splitlines()[0], type(node).__name__, ""
-        if isinstance(node, ast.Constant):
-            kind, step = type(node.value).__name__, "For infinity and NaN, use math.inf and math.nan"
-        elif isinstance(node, (ast.List, ast.ListComp)):
-            step = "A thread has variables, and a block has remap.shared_array"
-        return self.error(node, what, f"a kernel cannot have this ({kind})", step)
-
-
-# By the names that CUDA C++, Numba and Triton have for them.
-_ELSEWHERE = {
-    "threadIdx": "remap.thread",
-    "blockIdx": "remap.block",
-    "blockDim": "remap.block_size",
-    "gridDim": "remap.grid_size",
-    "program_id": "remap.block.x",
-    "syncthreads": "remap.barrier()",
-    "gridsize": "remap.grid_size and remap.block_size",
-    "grid": "remap.index_1d() or index_2d(…)",
-    "shared": "remap.shared_array(shape, dtype)",
-    "atomic": "remap.atomic_add, _min, _max, _exchange and _cas",
-}
-
-
-def called_here(path: str) -> str:
-    """Return the advice to write what stands for a name of another library here, empty where that is not known."""
-    known = {_plain(name): here for name, here in _ELSEWHERE.items()}
-    found = next((known[part] for part in map(_plain, path.split(".")) if part in known), "")
-    return f"Write {found}" if found else ""
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").lower()
+        what = ast.unparse(node).splitlines()[0].rstrip(":")
+        kind = type(node.value if isinstance(node, ast.Constant) else node).__name__
+        return self.error(node, what, f"a kernel cannot have this ({kind})", instead_of(node))

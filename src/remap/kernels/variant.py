@@ -86,14 +86,16 @@ class Variant:
     def cpp(self) -> str:
         """Return the kernel as CUDA C++."""
         if self._cpp is None:
-            self._cpp = Writer(self.kernel).text()
+            with self._source.shallow():
+                self._cpp = Writer(self.kernel).text()
         return self._cpp
 
     def host(self) -> Callable[..., None]:
         """Return the kernel as a function over NumPy arrays."""
         found = self._host
         if found is None:
-            found = self._host = HostWriter(self.kernel).compiled()
+            with self._source.shallow():
+                found = self._host = HostWriter(self.kernel).compiled()
         return found
 
     def load(self, at: Device) -> Loaded:
