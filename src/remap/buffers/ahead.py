@@ -134,10 +134,8 @@ class Ahead:
                 self._bytes = sum(chunk.size for chunk in self._ready)
                 self._supply.lose(ready[: len(ready) - len(self._ready)])
                 raise
-            except (
-                BaseException
-            ) as error:  # an interrupt: it is done again, since unmapping nothing is fine (T7)
-                for run in runs(ready):
+            except BaseException as error:
+                for run in runs(ready):  # an interrupt: it is done again, as unmapping nothing is fine (T7)
                     undo(error, self._driver.unmap, *run)
                 undo(error, self._supply.lose, ready)
                 raise
