@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from remap.errors import ClosedError, ForkedError, InUseError, RemapError, RemapWarning, ShareError
-from remap.lifetime import epoch
+from remap.lifetime import epoch, repeatable
 from remap.sharing.channel import Channel, Fds, deadline_in
 from remap.sharing.descriptor import Descriptor
 from remap.sharing.sockets import connect as connect_channel
@@ -237,6 +237,7 @@ class Lease:
         self.descriptor: Descriptor
         self.number = 0
 
+    @repeatable
     def forget(self) -> None:
         """Tell the broker that the buffer was closed, if it was told that it is open. Doing so again does nothing."""
         self.link.release(self)
