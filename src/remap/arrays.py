@@ -6,12 +6,11 @@ CPU may look. Whoever took it keeps the memory alive, and while anyone has it th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from remap import dlpack
-from remap.dtypes import ADDED, parse_dtype
+from remap.dtypes import ADDED, check_shape, check_type
 from remap.errors import AccessError, AlignmentError, InvalidValueError
 from remap.exports import Export, ExportError, Memory
 from remap.foreign import NEWEST_INTERFACE, as_array, check_extent, contiguous_strides
@@ -379,32 +378,6 @@ class DeviceArray:
     def __repr__(self) -> str:
         """Return shape, type and owner."""
         return f"<remap.DeviceArray {self.shape} of {self.dtype} in {self.owner.describe()}>"
-
-
-def check_type(dtype: DTypeLike) -> Any:
-    """Return what an array can be made of as a dtype; raises `InvalidValueError` for what has no bytes of its own."""
-    kind = parse_dtype(dtype)
-    if kind.hasobject:
-        raise InvalidValueError(f"an array of {kind}", rule="Python objects cannot lie in memory of a device")
-    if kind.itemsize == 0 or kind.subdtype is not None:
-        raise InvalidValueError(
-            f"an array of {kind!r}",
-            rule="its elements have no size of their own",
-            next_step="Name a type with a size, and put extents into the shape",
-        )
-    return kind
-
-
-def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
-    """Return a shape as a tuple; raises `InvalidValueError` for a negative extent."""
-    sequence: Sequence[SupportsIndex] = shape if isinstance(shape, Sequence) else (shape,)
-    try:
-        extents = tuple(operator.index(extent) for extent in sequence)
-    except TypeError:
-        raise TypeError(f"a shape is a number of elements, or one for each axis, not {shape!r}") from None
-    if any(extent < 0 for extent in extents):
-        raise InvalidValueError(f"shape {extents}", rule="an extent is 0 or more")
-    return extents
 
 
 def _check_dlpack_type(kind: Any) -> None:

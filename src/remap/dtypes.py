@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from remap.errors import InvalidValueError
 
@@ -50,6 +52,32 @@ def check_order(order: str, dtype: Any, shape: Any) -> None:
         raise TypeError(f"{dtype!r} is a shape, and no type of elements: the order is {order}")
     if isinstance(shape, type) or (hasattr(shape, "itemsize") and not hasattr(shape, "__index__")):
         raise TypeError(f"{shape!r} is a type of elements, and no shape: the order is {order}")
+
+
+def check_type(dtype: Any) -> Any:
+    """Return what an array can be made of as a dtype; raises `InvalidValueError` for what has no bytes of its own."""
+    kind = parse_dtype(dtype)
+    if kind.hasobject:
+        raise InvalidValueError(f"an array of {kind}", rule="Python objects cannot lie in memory of a device")
+    if kind.itemsize == 0 or kind.subdtype is not None:
+        raise InvalidValueError(
+            f"an array of {kind!r}",
+            rule="its elements have no size of their own",
+            next_step="Name a type with a size, and put extents into the shape",
+        )
+    return kind
+
+
+def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
+    """Return a shape as a tuple; raises `InvalidValueError` for a negative extent."""
+    sequence: Sequence[SupportsIndex] = shape if isinstance(shape, Sequence) else (shape,)
+    try:
+        extents = tuple(operator.index(extent) for extent in sequence)
+    except TypeError:
+        raise TypeError(f"a shape is a number of elements, or one for each axis, not {shape!r}") from None
+    if any(extent < 0 for extent in extents):
+        raise InvalidValueError(f"shape {extents}", rule="an extent is 0 or more")
+    return extents
 
 
 def added(name: str) -> numpy.dtype[Any]:

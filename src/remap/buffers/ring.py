@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from remap import drivers
 from remap.buffers.base import Buffer
 from remap.buffers.placement import Placement, place
-from remap.dtypes import check_order, parse_dtype
+from remap.dtypes import check_order, check_shape, parse_dtype
 from remap.errors import AccessError, InvalidValueError
 from remap.handles import create_handle, parse_alignment, reserve_range
 from remap.lifetime import Description, Rollback, drain, queued, undo
@@ -176,7 +176,7 @@ class RingBuffer(Buffer):
         where the next n bytes go, `window(ring.tail, n)` where the oldest n are. Raises `InvalidValueError` for more
         than the size, and `AlignmentError` where elements would be unaligned.
         """
-        from remap.arrays import DeviceArray, check_shape
+        from remap.arrays import DeviceArray
 
         order = "window(position, shape, dtype)"
         try:

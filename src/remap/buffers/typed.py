@@ -6,8 +6,8 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias
 
-from remap.arrays import DeviceArray, check_shape, check_type
-from remap.dtypes import check_order
+from remap.arrays import DeviceArray
+from remap.dtypes import check_order, check_shape, check_type
 from remap.errors import InvalidValueError
 from remap.foreign import check_extent
 from remap.lifetime import end_block, undo
