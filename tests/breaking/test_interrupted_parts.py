@@ -235,3 +235,21 @@ def test_a_dropped_registration_can_be_found() -> None:
             assert one.by == "NCCL"
             one.close()
         assert buffer.registrations == ()
+
+
+def test_interrupted_trims() -> None:
+    """What a pool kept is kept still, or free, wherever giving it back is interrupted; it goes on from there (4, 5)."""
+    rooms = (str(SOURCE / "chunks" / "pool.py"),)
+    with remap.ChunkPool(0, limit=8 * GRANULE) as pool:
+
+        def fill() -> None:
+            with remap.ElasticBuffer(8 * GRANULE, device=0, chunk=GRANULE, pool=pool) as buffer:
+                buffer.resize(4 * GRANULE)
+
+        before = remap.device(0).memory().free
+        fill()
+        for done in every(pool.trim, rooms):
+            assert remap.device(0).memory().free == before - pool.statistics().kept, done.where
+            pool.trim()
+            assert remap.device(0).memory().free == before, done.where
+            fill()

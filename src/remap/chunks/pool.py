@@ -104,18 +104,20 @@ class ChunkPool(Resource):
 
     def _trim(self, to: int) -> int:
         freed = 0
-        doomed: list[int] = []
-        with self._lock:
-            while self._kept_bytes > to:
-                key, handles = next(iter(self._kept.items()))
-                # No call from here on: an interrupt finds it in one of both lists.
-                doomed += handles[-1:]
-                del handles[-1]
-                if not handles:
-                    del self._kept[key]
-                self._kept_bytes -= key[1]
-                freed += key[1]
-        release_all(self._driver, doomed)
+        doomed = Release(1, [])
+        try:
+            with self._lock:
+                while self._kept_bytes > to:
+                    key, handles = next(iter(self._kept.items()))
+                    # No call from here on: an interrupt finds it in one of both lists.
+                    doomed.steps += [(self._driver.release, (handles[-1],))]
+                    del handles[-1]
+                    if not handles:
+                        del self._kept[key]
+                    self._kept_bytes -= key[1]
+                    freed += key[1]
+        finally:  # an interrupt may have come
+            doomed.run()
         return freed
 
     # -- for buffers --
