@@ -54,6 +54,7 @@ ACTS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:pool 'p' is put to sleep, and nothing was ever made in it")
 @pytest.mark.parametrize("act", ACTS)
 def test_interrupted_pools(machine: Any, act: str) -> None:
     """Wherever it is interrupted, the pools can be woken, entered and put to sleep afterwards (5, 13)."""
