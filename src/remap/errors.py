@@ -82,8 +82,14 @@ class KernelError(RemapError):
     Memory and context are intact; what the kernel should have written is undefined.
     """
 
-    _untold: deque[KernelError] | None = None
-    """Where it was kept until a wait raised it, for a wait that has nobody to tell; None where no wait has."""
+    _untold: deque[KernelError] | None = None  # where it was kept until a wait raised it
+
+    def leave(self) -> bool:
+        """Leave it to the next wait, where the one that raised it has nobody to tell; False if none raised it."""
+        if self._untold is None:
+            return False
+        self._untold.appendleft(self.with_traceback(None))
+        return True
 
 
 class CompileError(RemapError):

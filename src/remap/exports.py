@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from remap.errors import AccessError
 from remap.locations import Device
@@ -160,6 +160,15 @@ class Export:
         views: set[int] | None = getattr(self, "_views", None)
         if views is not None:
             views.discard(self._token)
+
+
+def memory_behind(array: Any) -> Memory | None:
+    """Return the memory of ours that a NumPy array is a view of, None for other arrays."""
+    import numpy as np
+
+    while isinstance(array, np.ndarray):
+        array = cast("NDArray[Any]", array).base
+    return array.owner if isinstance(array, Export) else None
 
 
 _tokens = itertools.count(1)

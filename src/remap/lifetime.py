@@ -344,8 +344,7 @@ def drain() -> int:
                 if isinstance(error, InUseError) and not release.begun:
                     continue
                 release.begun = True  # told once, and not tried again
-                if isinstance(error, KernelError) and error._untold is not None:
-                    error._untold.appendleft(error.with_traceback(None))
+                if isinstance(error, KernelError) and error.leave():
                     continue
                 said = error if isinstance(error, RemapError) else f"{type(error).__name__}: {error}"
                 failed = f"giving back an unclosed object failed: {said}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from remap.blocks import block
 from remap.dtypes import check_order, parse_dtype
 from remap.errors import AccessError, ContextLostError, InvalidValueError, KernelError, RemapError
+from remap.exports import memory_behind
 from remap.hints import hinted
 from remap.launches import MemoryUse, launches
 from remap.lifetime import tell, undo, watchers
@@ -287,6 +288,10 @@ class Span(Range):
 
     def _left_in(self, queue: Queue, keep: object, source: Span | None) -> None:
         """Note the stream where an operation has left work."""
+        memory = None if keep is None else memory_behind(keep)
+        if memory is not None:  # ours: closing it waits, and no view has to be let go before
+            memory._uses.add(queue)
+            keep = memory
         self._uses.add(queue, keep)
         if source is not None:
             source._uses.add(queue)

@@ -9,6 +9,7 @@ from functools import partial
 from threading import get_ident
 from typing import TypeAlias
 
+from remap.copies import Copies
 from remap.drivers.protocol import PER_THREAD_STREAM
 from remap.errors import DriverError, InUseError, context_lost
 from remap.launches import launches
@@ -47,7 +48,7 @@ class Uses:
         return False
 
     def settle(self) -> None:
-        """Ask other libraries which of their streams they have closed: those are named no more (`Queue.gone`).
+        """Drop streams that are closed, and ask other libraries which of theirs are (`Queue.gone`).
 
         Before each wait, and not under a lock.
         """
@@ -55,19 +56,21 @@ class Uses:
             for key, queue in list(noted.streams.items()):
                 if queue.gone():
                     noted.lost[queue.device] = None
-                    if noted.streams.get(key) is queue:
-                        noted.streams.pop(key, None)  # another thread may have found it, too
+                elif not queue.over:  # closing one of ours has waited
+                    continue
+                if noted.streams.get(key) is queue:
+                    noted.streams.pop(key, None)  # another thread may have found it, too
 
     def add(self, queue: Queue, keep: object = None) -> None:
-        """Note work just queued; `keep` stays alive until the next wait (the host side of a copy)."""
+        """Note work just queued; `keep`, the host side of a copy, stays alive until that has passed."""
         while True:
             noted = self._noted[-1]
-            if keep is not None:
-                noted.held.append(keep)
             if queue.transient:
                 noted.mark(queue)
             else:
                 noted.streams[queue.device.index, queue.handle] = queue
+            if keep is not None:
+                noted.hold(queue, keep)
             if noted is self._noted[-1]:
                 return
             # A wait has begun meanwhile, and may have looked there already.
@@ -198,17 +201,26 @@ class Uses:
 class _Noted:
     """What was noted between two waits: streams, events behind work on bare handles, things that the work uses."""
 
-    __slots__ = ("events", "held", "lost", "streams")
+    __slots__ = ("copies", "events", "held", "lost", "streams")
 
     def __init__(self) -> None:
         self.streams: dict[tuple[int, int], Queue] = {}
         self.events: dict[tuple[int, int, int], Event] = {}
         self.held: list[object] = []
+        self.copies: dict[tuple[int, int, int], Copies] = {}
         # Devices with work of which no stream and no event tells: all of the device is waited for.
         self.lost: dict[Device, None] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.streams or self.events or self.held or self.lost)
+        return bool(self.streams or self.events or self.held or self.copies or self.lost)
+
+    def hold(self, queue: Queue, thing: object) -> None:
+        """Keep the host side of a copy that was just queued."""
+        key = (queue.device.index, queue.handle, get_ident())
+        copies = self.copies.get(key)
+        if copies is None:
+            copies = self.copies[key] = Copies()
+        self.held += copies.add(queue, thing)
 
     def mark(self, queue: Queue) -> None:
         """Put an event behind what was just queued on a stream that cannot be named later."""
@@ -238,6 +250,8 @@ class _Noted:
         self.streams.clear()
         self.held.clear()
         self.lost.clear()
+        while self.copies:
+            self.copies.popitem()[1].clear()
         while self.events:
             self.events.popitem()[1].close()
 
